@@ -1,7 +1,7 @@
 """Data movement of a plan: which value a collective transfers, for which readers, between which layouts.
 
     tag -> operation or value       `Context.reduced_op`, `Context.values`
-    equal steps of reshards         `Context.resharding_steps`: of one value, by its layouts so far
+    equal steps of reshards         `Context.resharding_steps`: of one value in one program, by its layouts so far
     equal data                      `Context.origin`, `Context.gather_key`: up to dimensions of extent 1
     equal computation               `Context.duplicates`: an operation on the same values in the same layouts
     loop-invariant values           `Context.loop_runs`
@@ -14,7 +14,7 @@ Conversions (`autopar.verification.lowering`) and exceptions (`autopar.verificat
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +26,7 @@ from autopar.ir.control_flow import entries
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, route, steps
 from autopar.ir.op_sets import ADDITIONS, LINEAR_UNARY, RESHAPES
+from autopar.passes.intra_op.extract import one_program
 from autopar.passes.op_groups.bindings import assumed_trips
 from autopar.plans.plan import Plan
 from autopar.rules import rules_of
@@ -46,11 +47,13 @@ class Context:
         plan: its layouts.
         stored: values, and copies of values in a layout, that one program of a stage leaves for another; None: in the
             planned layout.
+        program_of: operation -> the program that it is compiled in. Compilers merge nothing across programs.
     """
 
     graph: Graph
     plan: Plan
     stored: AbstractSet[tuple[int, Layout | None]] = frozenset()
+    program_of: Callable[[int], str] = one_program
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -65,6 +68,15 @@ class Context:
     def values(self) -> Mapping[str, int]:
         """Site -> the value that is read there."""
         return {use.site: value for value, uses in self.graph.uses.items() for use in uses}
+
+    def program_reading(self, site: str) -> str:
+        """The program that reads a value at a site; the caller's reads are in none."""
+        return self._programs_reading.get(site, "")
+
+    @cached_property
+    def _programs_reading(self) -> Mapping[str, str]:
+        sites = (use for uses in self.graph.uses.values() for use in uses)
+        return {use.site: self.program_of(use.op.index) for use in sites if use.op is not None}
 
     def read(self, value: int, site: str) -> Layout:
         """The layout in which a value with a planned layout is read at a site."""
@@ -142,7 +154,7 @@ class Context:
         return value
 
     def resharding_steps(self, site: str) -> Sequence[Hashable]:
-        """A key per collective of the reshard for a site: the value, and its layouts up to and after that collective.
+        """A key per collective of the reshard for a site: program, value, its layouts up to and after that collective.
 
         If the value has a shared copy, the reshard goes through its layout.
         """
@@ -154,29 +166,29 @@ class Context:
         first, then = (route(*ends, self.plan.mesh_sizes) for ends in ((layout, copy), (copy, wanted)))
         way = [layout for layout, _ in groupby((layout, *first, copy, *then, wanted))]
         return [
-            (value, *way[: k + 2], i)
+            (self.program_reading(site), value, *way[: k + 2], i)
             for k, ends in enumerate(pairwise(way))
             for i in range(self.num_collectives(*ends))
         ]
 
     def gather_key(self, value: int, site: str) -> Hashable:
-        """What is gathered for a site: the data, and the layouts before and after on dimensions of extent above 1."""
+        """What is gathered for a site: program, data, layouts before and after on dimensions of extent above 1."""
         stage = self.plan.stages[0]
         real = [d for d, n in enumerate(self.graph.types[value].shape) if n > 1]
         layouts = stage.values.get(value), stage.copies.get(value), stage.uses.get(site)
         compared = [layout and tuple(real.index(d) if d in real else -1 for d in layout) for layout in layouts]
-        return (self.origin(value), *compared)
+        return (self.program_reading(site), self.origin(value), *compared)
 
     @cached_property
     def duplicates(self) -> AbstractSet[int]:
-        """Operations (by index) that compute the same as an earlier one, in the same layouts."""
+        """Operations (by index) that compute the same as an earlier one of their program, in the same layouts."""
         stage, first, duplicates = self.plan.stages[0], dict[Hashable, int](), set[int]()
         producer: dict[int, tuple[int, int]] = {}  # value -> the first operation that computes it, and its position
         for op in (op for op in self.graph.walk() if op.outputs and not op.regions):
             atoms = [producer.get(a, a) if isinstance(a, int) else repr(a.value) for a in op.inputs]
             uses = [stage.uses.get(f"{op.tag}.in{k}") for k in range(len(atoms))]
             layouts = [stage.values.get(v) for v in op.outputs]
-            index = first.setdefault((op.signature, *atoms, *uses, *layouts), op.index)
+            index = first.setdefault((self.program_of(op.index), op.signature, *atoms, *uses, *layouts), op.index)
             producer.update((v, (index, i)) for i, v in enumerate(op.outputs))
             duplicates.update({op.index} - {index})
         return duplicates

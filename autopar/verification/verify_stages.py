@@ -149,7 +149,8 @@ def _stage(
     collectives = [replace(c, count=times * c.count) for times, program in runs for c in program.collectives]
     names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
     one_stage = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)
-    context = Context(graph, one_stage, programs.stored(number))
+    program_of = programs.emitters[number].plan.graph.program_of
+    context = Context(graph, one_stage, programs.stored(number), program_of)
     predicted = lowering.lower_collectives(platform, context)
     compared = comparison.compare(predicted, collectives, stage.submesh)
     compared, exceptions = known_exceptions.apply_exceptions(platform, compared, predicted, context)

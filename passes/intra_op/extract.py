@@ -10,7 +10,7 @@ The four parts are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,11 +66,30 @@ def through(binding: Binding, wanted: Layout) -> Layout:
     return tuple(view[d] if d >= 0 and view[d] >= 0 else (d if d < 0 else -1) for d in wanted)
 
 
+def one_program(op: int) -> str:
+    """The program of every operation, where all are compiled together."""
+    return ""
+
+
 def collectives(
-    graph: Graph, model: Model, assignment: Ints, program: ProgramLayouts, mesh: LogicalMesh
+    graph: Graph,
+    model: Model,
+    assignment: Ints,
+    program: ProgramLayouts,
+    mesh: LogicalMesh,
+    program_of: Callable[[int], str] = one_program,
 ) -> tuple[Collective, ...]:
-    """All collectives of a plan, in program order of the operations that need them."""
-    parts = [*_reshards(graph, model, program, mesh), *_sums(graph, model, assignment, mesh)]
+    """All collectives of a plan, in program order of the operations that need them.
+
+    Args:
+        graph: the operations.
+        model: its groups, uses and costs.
+        assignment: the chosen strategy of each group.
+        program: the layouts that follow from it.
+        mesh: the logical mesh.
+        program_of: operation -> the program that it is compiled in. Programs share no reshards.
+    """
+    parts = [*_reshards(graph, model, program, mesh, program_of), *_sums(graph, model, assignment, mesh)]
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
 
 
@@ -116,12 +135,15 @@ def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterat
 
 def reshards(graph: Graph, model: Model, program: ProgramLayouts, mesh: LogicalMesh) -> Iterator[Collective]:
     """The collectives of all reshards, in the order of the uses."""
-    return (c for _, c in _reshards(graph, model, program, mesh))
+    return (c for _, c in _reshards(graph, model, program, mesh, one_program))
 
 
-def _reshards(graph: Graph, model: Model, program: ProgramLayouts, mesh: LogicalMesh) -> Iterator[_Placed]:
-    """The collectives of all reshards. A value is resharded to each layout once, however many uses have it."""
-    seen: set[tuple[int, Layout]] = set()
+def _reshards(
+    graph: Graph, model: Model, program: ProgramLayouts, mesh: LogicalMesh, program_of: Callable[[int], str]
+) -> Iterator[_Placed]:
+    """The collectives of all reshards. A program reshards a value to each layout once, however many uses have it."""
+    copied: set[int] = set()
+    resharded: set[tuple[str, int, Layout]] = set()
     bindings = model.grouping.bindings
     for use in model.grouping.uses:
         binding = bindings.get(use.value)
@@ -131,12 +153,13 @@ def _reshards(graph: Graph, model: Model, program: ProgramLayouts, mesh: Logical
         default = at_binding if binding.view is None else (-1,) * len(mesh.sizes)
         wanted = through(binding, program.uses.get(use.site, default))
         start = program.copies.get(value, at_binding)
-        if value in program.copies and (value, start) not in seen:
-            seen.add((value, start))
+        if value in program.copies and value not in copied:
+            copied.add(value)
             weight = min(use.weight, model.grouping.executions(binding))
             yield from _emit(graph, replace(use, weight=weight), value, at_binding, start, mesh)
-        if wanted != start and (value, wanted) not in seen and wanted != at_binding:
-            seen.add((value, wanted))
+        key = program_of(use.op) if use.op >= 0 else "", value, wanted
+        if wanted != start and wanted != at_binding and key not in resharded:
+            resharded.add(key)
             yield from _emit(graph, use, value, start, wanted, mesh)
 
 

@@ -102,7 +102,8 @@ class StagePlan(StageWithLayouts):
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Of all its programs, per step."""
-        return extract.collectives(self.graph.graph, self.model, self.solution.assignment, self.layouts, self.mesh)
+        graph, chosen = self.graph, self.solution.assignment
+        return extract.collectives(graph.graph, self.model, chosen, self.layouts, self.mesh, graph.program_of)
 
     @cached_property
     def summary(self) -> StageSummary:

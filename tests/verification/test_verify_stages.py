@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
@@ -57,6 +58,18 @@ def test_shardy_and_xla_emit_the_same_collectives_of_stages_in_their_own_numbers
     assert {c.count for c in shardy.collectives} == {1, 4}
     assert cpu.memory["arguments"] > 0
     assert cpu.flops > 0
+
+
+@pytest.mark.parametrize("target", ["shardy", "cpu"])
+def test_a_gather_of_one_value_in_the_forward_and_in_the_backward_pass_counts_twice(target: str) -> None:
+    """They are programs of their own, which share no reshards."""
+    model, cluster = zoo.build("bert-toy"), Cluster.preset("dgx-h100")
+    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(2, 4), cluster=cluster, stages=2, offload="all")
+    gathers = Counter(c.source for c in plan.stages[0].collectives if c.kind == "all-gather")
+    report = autopar.verify(plan, model.step, *model.abstract_args(), target=target)
+    assert report.ok, str(report)
+    assert report.mismatches == ()
+    assert gathers["nn.py:25"] >= 2, gathers
 
 
 def test_stages_on_more_devices_than_are_here_are_verified_without_devices() -> None:
