@@ -60,7 +60,8 @@ def single_total(scope: Scope) -> None:
 def narrow_total(scope: Scope) -> None:
     """A sum over the batch in a narrow float, exact as long as its parts are not rounded.
 
-    Zeros and ones, but for a large number in the first example, of which the last has the negative.
+    Zeros and ones, but for a large number in the first example, of which the last has the negative. Ones are in the
+    first examples only, so that sums of several totals are exact too.
     """
     value = scope.find(reducible, floating, lambda v: v.folded == (1, 1))
     if value is None or value.batch is None:
@@ -69,7 +70,7 @@ def narrow_total(scope: Scope) -> None:
     dtype, large = scope.rng.choice((("bfloat16", 512), ("float16", 4096)))
     shape = tuple(-1 if d == value.batch else 1 for d in range(value.rank))
     place = f"jnp.arange({scope.names.batch}).reshape({shape})"
-    few = "jnp.round(jnp.clip(jnp.nan_to_num({0}), 0, 1))"
+    few = f"jnp.where({place} < 16, jnp.round(jnp.clip(jnp.nan_to_num({{0}}), 0, 1)), 0)"
     ends = f"jnp.where({place} == {scope.names.batch - 1}, -{large}, {few})"
     code = f"jnp.where({place} == 0, {large}, {ends}).astype(jnp.{dtype})"
     narrow = scope.emit(code, scope.stopped(value), batch=value.batch, smooth=False)
