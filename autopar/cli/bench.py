@@ -318,7 +318,7 @@ def bench_sizes(
 
 @app.command("sensitivity")
 def bench_sensitivity(
-    algorithm: Annotated[str | None, typer.Option(help="such as dual-ascent,search-tree; default: all")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="such as dual-ascent,multipliers; default: all")] = None,
     fields: Annotated[str | None, typer.Option(help="such as patience,progress; default: all")] = None,
     programs: Annotated[str | None, typer.Option(help="names, with commas between; default: all")] = None,
     resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,

@@ -4,8 +4,9 @@
 
     free     the optimum without memory rows; if it fits, the search ends             -> solver.optimize.optimize
     least    otherwise a plan that fits, if there is one                              -> _least, min_memory.least_memory
-    search   dual ascent, local search and branch and bound, to the target gap        -> search.search
-    ilp      the ILP without symmetry reduction, if the problem is small              -> _small, _by_ilp
+    search   dual ascent, local search and path relinking                             -> search.search
+    ilp      the ILP without symmetry reduction, if the problem is small and the gap above the target
+                                                                                      -> _small, _closed_by_ilp
 
 A problem with some of the rows is a relaxation, so its bounds are valid for the problem with all rows. A plan is
 accepted only if it fits by `RowSource.peak`, which evaluates all rows. A plan that does not fit adds the rows that it
@@ -37,9 +38,6 @@ from autopar.passes.solver.reduced_problem import CLOSED
 class BudgetEffort:
     """How far a plan within a memory budget is sought."""
 
-    # most rounds of `search`; one after the first runs only if the one before it added rows (not recorded; `bench
-    # sensitivity`, 2026-11: no effect on small programs)
-    rounds: int = 4
     # most strategies, without symmetry reduction, of a problem that the ILP solves (settled on the zoo)
     small: int = 4_000
     # strategies up to which the ILP solves a problem even with many equal layers (settled on the zoo)
@@ -47,9 +45,9 @@ class BudgetEffort:
     # a program has few equal layers if its strategies are at most so many times those of its quotient (not recorded;
     # `bench sensitivity`, 2026-11: no effect on small programs)
     few: int = 2
-    # most rounds of presolve and ascent that add rows, where the search may end without a plan (20 take four times as
-    # long on GPT-2.6B in four stages, whose plans they improve by less than recomputation costs)
-    few_rounds: int = 3
+    # most relaxations of a round where the search may end without a plan (20 take four times as long on GPT-2.6B in
+    # four stages, whose plans they improve by less than recomputation costs)
+    relaxations: int = 3
     # most time (s) for the ILP after all other steps (not measured)
     after: float = 15.0
 
@@ -163,103 +161,66 @@ def optimize_within(
         lower=free.lower_bound,
         patience=patience,
         accepted=accepted,
+        fold=fold,
+        full=presolve,
     )
     state.start_plans.append(free.assignment)
     if state.submit(free.assignment):
         return _solution(free, state, free.status, free.solver_used, 0, begin)
     state.start_plans.extend(seed for seed in seeds if state.submit(seed))
     if state.is_accepted:
-        return _solution(free, state, _status(state), "dual ascent", 0, begin)
+        return _found(state, free, begin)
     state.add_rows(source.rows())
-    how: SymmetryReduction = "tie" if fold else "none"
-    if np.isfinite(cutoff):
-        return _under_cutoff(state, free, cutoff, begin, how, effort, least=least, full=presolve)
-    if solver != "auto":
-        return _forced(state, free, solver, begin, how, full=presolve)
-    return _auto(state, free, begin, how, effort, ceiling, full=presolve)
-
-
-def _auto(
-    state: SearchState,
-    free: Solution,
-    begin: float,
-    how: SymmetryReduction,
-    effort: BudgetEffort,
-    ceiling: float,
-    *,
-    full: bool,
-) -> BudgetedSolution:
-    """All steps of the module docstring, where the free optimum does not fit. Raises Infeasible."""
-    few = _has_few_equal_layers(free, effort)
-    if state.plan is None and np.isfinite(ceiling):
-        _search_below(state, ceiling, how, few=few, full=full)
-        if state.plan is not None and state.done:
-            return _solution(free, state, _status(state), "dual ascent", 0, begin)
-    if state.plan is None:
-        least = _least(state, free)
-        state.add_rows(least.rows)
-        if least.peak_bytes > state.budget:
-            raise Infeasible(least)
-        state.submit(least.assignment)
-        state.start_plans.append(least.assignment)
-    for _ in range(effort.rounds):
-        rows_before = len(state.rows)
-        search(state, how, few, full=full)
-        if state.done or len(state.rows) == rows_before:
-            break
-    status, used, rows = "", "dual ascent", 0
-    if not state.done and _small(free, effort):
-        status, used, rows = _by_ilp(state, solvers.quickest(), "none", full=full, longest=effort.after)
-    if not status or state.gap <= CLOSED:
-        status = _status(state)
-    return _solution(free, state, status, used, rows, begin)
-
-
-def _search_below(state: SearchState, ceiling: float, how: SymmetryReduction, *, few: bool, full: bool) -> None:
-    """One round of search for plans below `ceiling` (s), which saves the search for the least peak if one is found."""
-    if _is_hopeless(state):
-        return
-    state.seconds = ceiling  # an incumbent without a plan
-    search(state, how, few, full=full)
-    if state.plan is None:
-        # strategies of plans above the ceiling may have been removed
-        state.seconds, state.lower = np.inf, min(state.lower, ceiling)
-
-
-def _under_cutoff(
-    state: SearchState,
-    free: Solution,
-    cutoff: float,
-    begin: float,
-    how: SymmetryReduction,
-    effort: BudgetEffort,
-    *,
-    least: bool,
-    full: bool,
-) -> BudgetedSolution:
-    """The best plan that fits and takes less than `cutoff` (s). Raises Pruned if none is found.
-
-    The search runs first without a plan that fits: if every such plan takes longer than the cutoff, the dual bound
-    alone mostly proves it, and the search for the least peak is saved.
-    """
-    if state.seconds >= cutoff:
-        state.plan, state.seconds = None, cutoff  # an incumbent without a plan: bounds are compared with the cutoff
-    if _is_hopeless(state):
-        raise Pruned(state.lower)
-    few = _has_few_equal_layers(free, effort)
+    if solver != "auto" and not np.isfinite(cutoff):
+        return _forced(state, free, solver, begin)
     if not least:
-        state.effort = replace(state.effort, rounds=effort.few_rounds)
-    if not state.done:
-        search(state, how, few, full=full)
-    if least and state.plan is None and not state.done:
+        state.effort = replace(state.effort, relaxations=effort.relaxations)
+    if state.seconds >= cutoff:
+        state.forget_plan()
+    if state.plan is None:
+        _search_below(state, min(cutoff, ceiling))
+    else:
+        search(state)
+    if np.isfinite(cutoff) and state.plan is None and (not least or state.late or _is_hopeless(state)):
+        raise Pruned(state.lower)
+    if state.plan is None and state.lower < cutoff:
         smallest_plan = _least(state, free)
         state.add_rows(smallest_plan.rows)
+        if smallest_plan.peak_bytes > budget and not np.isfinite(cutoff):
+            raise Infeasible(smallest_plan)
         state.submit(smallest_plan.assignment)
         state.start_plans.append(smallest_plan.assignment)
-        search(state, how, few, full=full)
-    if state.plan is None:
+        search(state)
+    if state.seconds >= cutoff:
         raise Pruned(state.lower)
+    exact = not np.isfinite(cutoff) and _small(free, effort)
+    return _closed_by_ilp(state, free, begin, effort) if exact else _found(state, free, begin)
+
+
+def _search_below(state: SearchState, limit: float) -> None:
+    """Search without a plan that fits, for plans below `limit` (s), if that is finite.
+
+    If every plan that fits takes longer, the dual bound alone mostly proves it, and the search for the least peak is
+    saved. Strategies of plans above the limit may be removed, so that no bound above it holds for all plans.
+    """
+    if np.isfinite(limit) and not _is_hopeless(state):
+        state.seconds = limit  # an incumbent without a plan
+        search(state)
+        if state.plan is None:
+            state.forget_plan()
+            state.lower = min(state.lower, limit)
+
+
+def _found(state: SearchState, free: Solution, begin: float) -> BudgetedSolution:
     return _solution(free, state, _status(state), "dual ascent", 0, begin)
+
+
+def _closed_by_ilp(state: SearchState, free: Solution, begin: float, effort: BudgetEffort) -> BudgetedSolution:
+    """The solution of the search, or that of the ILP where the gap is still above the target."""
+    if state.done:
+        return _found(state, free, begin)
+    status, used, rows = _by_ilp(state, solvers.quickest(), "none", longest=effort.after)
+    return _solution(free, state, _status(state) if state.gap <= CLOSED else status, used, rows, begin)
 
 
 def _least(state: SearchState, free: Solution) -> LeastMemory:
@@ -278,11 +239,6 @@ def _is_hopeless(state: SearchState) -> bool:
     return any(smallest(row) > state.budget for row in state.rows)
 
 
-def _has_few_equal_layers(free: Solution, effort: BudgetEffort) -> bool:
-    """Whether a program has few layers that share their decisions."""
-    return free.variables_unfolded <= effort.few * free.variables
-
-
 def _small(free: Solution, effort: BudgetEffort) -> bool:
     """Whether the ILP solves the problem without symmetry reduction: few strategies, and few layers to permute."""
     return free.variables_unfolded <= min(effort.small, max(effort.tiny, effort.few * free.variables))
@@ -297,11 +253,9 @@ def _status(state: SearchState) -> str:
     return "time-limit" if state.late else "open"
 
 
-def _forced(
-    state: SearchState, free: Solution, solver: str, begin: float, how: SymmetryReduction, *, full: bool
-) -> BudgetedSolution:
+def _forced(state: SearchState, free: Solution, solver: str, begin: float) -> BudgetedSolution:
     """The solution of the ILP alone. Raises Infeasible."""
-    status, used, rows = _by_ilp(state, solver, how, full=full)
+    status, used, rows = _by_ilp(state, solver, "tie" if state.fold else "none")
     if state.plan is None:
         least = _least(state, free)
         if not state.submit(least.assignment):
@@ -310,7 +264,7 @@ def _forced(
 
 
 def _by_ilp(
-    state: SearchState, solver: str, how: SymmetryReduction, *, full: bool, longest: float = np.inf
+    state: SearchState, solver: str, how: SymmetryReduction, *, longest: float = np.inf
 ) -> tuple[str, str, int]:
     """Solve the ILP with the rows added so far, again until its plan fits on all rows.
 
@@ -319,6 +273,7 @@ def _by_ilp(
 
     Args:
         solver: "cbc" or "highs".
+        how: the symmetry reduction, "tie" or "none".
         longest: most time (s) of one solve.
 
     Returns:
@@ -326,7 +281,7 @@ def _by_ilp(
     """
     margin = 0.0
     while True:
-        presolved = presolve(state.problem, state.rows, how, full=full)
+        presolved = presolve(state.problem, state.rows, how, full=state.full)
         constrained = presolved.constrained
         memory = ilp.Memory(state.budget - margin, constrained.constants, constrained.nodes, constrained.edges)
         upper = state.seconds - presolved.constant
@@ -349,8 +304,8 @@ def _by_ilp(
         plan = presolved.lift(answer.assignment)
         if state.submit(plan):
             status = ENDS.get(answer.status, "fallback")
-            symmetric = status == "optimal" and state.gap > CLOSED
-            return "optimal-tied" if symmetric else status, solver, answer.rows
+            is_tied = status == "optimal" and state.gap > CLOSED
+            return "optimal-tied" if is_tied else status, solver, answer.rows
         if len(state.rows) == rows_before:  # the plan exceeds a row of the ILP, by the solver's tolerance
             over = max(row.value(state.problem, plan) for row in state.rows) - state.budget
             if over <= 0 or margin > TOLERATED * state.budget:

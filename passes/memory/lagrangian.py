@@ -9,15 +9,14 @@ for any multipliers lambda >= 0 (s/byte) -> BudgetObjective.lower. The bound on 
 TRW-S bounds the minimum over x from below (`dual_ascent`) -> Messages.run. When the multipliers change, its messages
 stay, because a pass gives a valid bound whatever the messages were before. The plans that the passes decode go to the
 pool, and the pool determines the next multipliers -> Objective.multipliers. With several rows the cutting-plane model
-oscillates, so the next multipliers are between those of the model and the best so far (A. Ruszczynski, "Nonlinear
-Optimization", 2006, chapter 7: stabilised cuts): halfway, or, in a long ascent, closer to the model's after a success
-and farther from them after a failure -> Objective.next, _step.
+oscillates, so the next multipliers are halfway between those of the model and the best so far (A. Ruszczynski,
+"Nonlinear Optimization", 2006, chapter 7: stabilised cuts) -> Objective.next.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -52,12 +51,6 @@ class MultiplierEffort:
     # share of the gap that counts as progress over `patience` changes (settled on the zoo; `bench sensitivity`,
     # 2026-11: no effect on small programs)
     progress: float = 0.15
-    # share of the gap; the ascent ends when no multipliers can close more of it (settled on the zoo; `bench
-    # sensitivity`, 2026-11: no effect on small programs)
-    enough: float = 0.0
-    # adapt the share of the way to the multipliers of the model, for long ascents (settled on the zoo; `bench
-    # sensitivity`, 2026-11: no effect on small programs)
-    adapt: bool = False
     # most rounds of `_scan` after the ascent; 0: none (settled on the zoo)
     scans: int = 8
     # message passes at each of the multipliers that a round of `_scan` tries (settled on the zoo)
@@ -74,15 +67,8 @@ MULTIPLIERS = MultiplierEffort()
 class StepEffort:
     """How far one change of multipliers goes: they become best + share * (those of the model - best)."""
 
-    # upper limit of the share, if it is adapted; 1 would be the plain cutting-plane method (settled on the zoo; `bench
-    # sensitivity`, 2026-11: no effect on small programs)
-    farthest: float = 0.9
-    # lower limit of the share, if it is adapted (settled on the zoo)
-    nearest: float = 0.05
-    # factor of the share after the bound has risen (settled on the zoo; `bench sensitivity`, 2026-11: 1: 12% more time)
-    bolder: float = 1.2
-    # factor of the share after the bound has not risen (settled on the zoo)
-    shyer: float = 0.8
+    # the share; 1 would be the plain cutting-plane method (settled on the zoo)
+    share: float = 0.5
     # cost of the artificial plan of the master problem, as a multiple of the dearest plan of the pool (settled on the
     # zoo; `bench sensitivity`, 2026-11: no effect on small programs)
     ceiling: float = 10.0
@@ -153,7 +139,6 @@ class Messages:
         self._state = initial(constrained.problem, counts)
         self._penalised = constrained.problem
         self._multipliers = np.zeros(constrained.rows)
-        self._penalty: Mapping[int, Floats] = {}
         self._stale = False
         self._slots = _slots(constrained, self._ends)
 
@@ -165,8 +150,6 @@ class Messages:
         nodes = list(self.constrained.problem.nodes)
         for v, usage in self.constrained.nodes.items():
             nodes[v] = replace(nodes[v], cost=nodes[v].cost + multipliers @ usage)
-        for v, extra in self._penalty.items():
-            nodes[v] = replace(nodes[v], cost=nodes[v].cost + extra)
         self._penalised = Problem(tuple(nodes), self.constrained.problem.edges)
         for i, usage in self.constrained.edges.items():
             e = self.constrained.problem.edges[i]
@@ -183,29 +166,13 @@ class Messages:
         sweeps = [sweep(self._penalised, self._ends, self._state) for _ in range(passes)]
         return max(bound for bound, _ in sweeps), [plan for _, plan in sweeps]
 
-    @property
-    def bounds(self) -> tuple[Floats, ...]:
-        """Per node, for each strategy, a lower bound (s) on the penalised cost of the plans that take it."""
-        return tuple(self._state.bounds)
-
-    @property
-    def pairs(self) -> tuple[tuple[Floats, Floats], ...]:
-        """The messages, in the form of `dual_ascent.Ascent.messages`."""
-        return tuple((low, high) for low, high in self._state.into)
-
     def copy(self) -> list[list[Floats]]:
         """The messages, for `restore`. Their arrays are shared: passes replace arrays and never write to them."""
         return [list(pair) for pair in self._state.into]
 
-    def rewind(self, messages: list[list[Floats]], multipliers: Floats) -> None:
-        """Set these messages and multipliers. The penalty of `restore` stays."""
-        self.restore(messages, self._penalty)
-        self.set(multipliers)
-
-    def restore(self, messages: list[list[Floats]], penalty: Mapping[int, Floats]) -> None:
-        """Set these messages, and add `penalty` to the costs: node -> seconds per strategy. `set` has to follow."""
+    def restore(self, messages: list[list[Floats]]) -> None:
+        """Set these messages. `set` has to follow."""
         self._state.into = [list(pair) for pair in messages]
-        self._penalty = penalty
         self._stale = True
 
 
@@ -242,8 +209,8 @@ class Objective(Protocol):
         """The multipliers that maximise the model of the pool, shape (R,), and the value of the model there."""
         ...
 
-    def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
-        """The multipliers to try next: best + share * (wanted - best), within the limits of the objective."""
+    def next(self, wanted: Floats, best: Floats) -> Floats:
+        """The multipliers to try next, between the best and those of the model, within the limits of the objective."""
         ...
 
     def around(self, multipliers: Floats) -> list[Floats]:
@@ -300,14 +267,14 @@ class BudgetObjective:
         multipliers, value = self._master.solve()
         return multipliers / self._unit, value
 
-    def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
+    def next(self, wanted: Floats, best: Floats) -> Floats:
         """As in `Objective`, but at most `StepEffort.growth` times the best.
 
         As long as no plan of the pool fits, only the artificial plan limits the multipliers of the model. With one row
         there is no oscillation to damp.
         """
         most = self._steps.growth * np.maximum(best, self._floor)
-        return np.minimum(wanted if len(best) == 1 else best + share * (wanted - best), most)
+        return np.minimum(wanted if len(best) == 1 else best + self._steps.share * (wanted - best), most)
 
     def around(self, multipliers: Floats) -> list[Floats]:
         return [multipliers * factor for factor in self._steps.factors] if multipliers.any() else [multipliers]
@@ -324,7 +291,8 @@ class BudgetObjective:
 class PeakObjective:
     """The least peak (bytes) over the rows. Its bound is valid only if all costs are 0 or inf."""
 
-    def __init__(self, constrained: ConstrainedProblem, pool: Pool) -> None:
+    def __init__(self, constrained: ConstrainedProblem, pool: Pool, steps: StepEffort = STEPS) -> None:
+        self._steps = steps
         self._constants = constrained.constants
         ceiling = constrained.constants.max() + sum(
             b.max() for b in (*constrained.nodes.values(), *constrained.edges.values())
@@ -345,8 +313,8 @@ class PeakObjective:
         total = float(multipliers.sum())  # zero if some plan has no bytes in any row
         return multipliers / total if total > 0 else self.start(), value * self._unit
 
-    def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
-        return wanted if len(best) == 1 else best + share * (wanted - best)
+    def next(self, wanted: Floats, best: Floats) -> Floats:
+        return wanted if len(best) == 1 else best + self._steps.share * (wanted - best)
 
     def around(self, multipliers: Floats) -> list[Floats]:
         return [multipliers]
@@ -368,7 +336,6 @@ def ascend(
     target: float = 0.0,
     deadline: float = np.inf,
     effort: MultiplierEffort = MULTIPLIERS,
-    steps: StepEffort = STEPS,
 ) -> Dual:
     """Dual ascent on multipliers and messages, until bound and model meet, the gap stalls, or the deadline passes.
 
@@ -381,12 +348,11 @@ def ascend(
         target: gap to the best known plan, as a share of its value, at which to stop.
         deadline: on the clock of `time.monotonic()`.
         effort: how long the ascent lasts.
-        steps: how far one change goes, if `effort.adapt` -> _step.
 
     Returns:
         The best bound and its multipliers.
     """
-    share, done = 0.5, False
+    done = False
     multipliers = objective.start() if start is None else start
     best = Dual(-np.inf, multipliers)
     objective.multipliers(pool)  # adds the plans of the pool to the model
@@ -398,23 +364,22 @@ def ascend(
         lower = objective.lower(bound, multipliers)
         pool.add(plans)
         wanted, value = objective.multipliers(pool)
-        better = lower > best.lower
-        if better:
+        if lower > best.lower:
             best, kept = Dual(lower, multipliers), messages.copy()
-        share = _step(share, better, steps) if effort.adapt else share
         incumbent = objective.incumbent(pool)
         gaps.append(min(value, incumbent) - best.lower)
-        done = settled(value, incumbent, best.lower, target, effort.enough)
+        done = _settled(value, incumbent, best.lower, target)
         before = -1 - effort.patience
         stalled = len(gaps) > effort.patience and gaps[-1] > gaps[before] * (1 - effort.progress)
         if done or stalled or time.monotonic() > deadline:
             break
-        multipliers = objective.next(wanted, best.multipliers, share)
-    messages.rewind(kept, best.multipliers)
+        multipliers = objective.next(wanted, best.multipliers)
+    messages.restore(kept)
+    messages.set(best.multipliers)
     return best if done else _scan(messages, pool, objective, best, gaps[-1], deadline, effort)
 
 
-def settled(value: float, incumbent: float, lower: float, target: float, enough: float) -> bool:
+def _settled(value: float, incumbent: float, lower: float, target: float) -> bool:
     """Whether no multipliers can raise a bound by much, that is whether min(value, incumbent) - lower is small.
 
     `value`, `incumbent` and `lower` have the unit of the objective: seconds, or bytes for the least peak.
@@ -424,16 +389,9 @@ def settled(value: float, incumbent: float, lower: float, target: float, enough:
         incumbent: objective of the best known plan, inf without one.
         lower: the bound.
         target: share of `incumbent` that counts as small.
-        enough: share of `incumbent - lower` that counts as small.
     """
     slack = max(MODEL_CLOSED * abs(value), target * abs(incumbent) if np.isfinite(incumbent) else 0.0)
-    slack = max(slack, enough * (incumbent - lower) if np.isfinite(incumbent - lower) else 0.0)
     return bool(min(value, incumbent) - lower <= slack)
-
-
-def _step(share: float, better: bool, steps: StepEffort) -> float:
-    """The next share of the way to the multipliers of the model, larger after a better bound."""
-    return min(steps.farthest, share * steps.bolder) if better else max(steps.nearest, share * steps.shyer)
 
 
 def _scan(

@@ -10,11 +10,9 @@ A plan that fits stays within the budget and gets cheaper. A plan that does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import ConstrainedProblem
@@ -31,11 +29,6 @@ class LocalSearchEffort:
 
 
 LOCAL_SEARCH = LocalSearchEffort()
-
-#: From plans that were improved before, on large problems or many times.
-QUICK = LocalSearchEffort(sweeps=2)
-
-EVERYTHING: Mapping[int, NDArray[np.bool_]] = {}  # no node is restricted
 
 
 class LocalSearch:
@@ -55,7 +48,6 @@ class LocalSearch:
         plan: Ints,
         usage: Floats,
         budget: float,
-        allowed: Mapping[int, NDArray[np.bool_]] = EVERYTHING,
         effort: LocalSearchEffort = LOCAL_SEARCH,
     ) -> Ints:
         """A plan that is at least as good. No change of one node improves it, unless `effort` ended the search.
@@ -64,26 +56,17 @@ class LocalSearch:
             plan: strategy per node, shape (nodes,).
             usage: bytes of the plan in each row, shape (R,).
             budget: bytes.
-            allowed: node -> mask of the strategies that may be chosen; all at absent nodes.
             effort: most sweeps over all nodes.
         """
         plan, usage = plan.copy(), usage.copy()
         for _ in range(effort.sweeps):
-            if not sum([self._improve(v, plan, usage, budget, allowed.get(v)) for v in range(len(plan))]):
+            if not sum([self._improve(v, plan, usage, budget) for v in range(len(plan))]):
                 break
         return plan
 
-    def scores(self, v: int, plan: Ints, multipliers: Floats) -> tuple[Floats, Floats]:
-        """Seconds and penalty (s) of each strategy of v, given the strategies of the other nodes, up to constants."""
-        usage = self._bytes(v, plan)
-        seconds = self._seconds(v, plan)
-        return seconds, np.zeros_like(seconds) if usage is None else multipliers @ usage
-
-    def _improve(self, v: int, plan: Ints, usage: Floats, budget: float, mask: NDArray[np.bool_] | None) -> bool:
+    def _improve(self, v: int, plan: Ints, usage: Floats, budget: float) -> bool:
         """Change `plan` and `usage` in place to the best strategy of v. Returns whether the plan changed."""
         seconds = self._seconds(v, plan)
-        if mask is not None:
-            seconds = np.where(mask, seconds, np.inf)
         now = plan[v]
         bytes_ = self._bytes(v, plan)
         if bytes_ is None:

@@ -9,8 +9,8 @@
                                                                                                     -> _State.bound
     ilp      if plan and bound differ and the problem is small                                      -> _State.by_ilp
 
-A presolved problem whose bounds are valid for all plans can serve for plans and bound both -> _State._usable. Presolve
-removes a strategy only for one with no more seconds and no more bytes in any row, so the least peak does not change.
+Presolve removes a strategy only for one with no more seconds and no more bytes in any row, so the least peak does not
+change.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import numpy as np
 
 from autopar.cost_models.memory.row import Row, RowSource
 from autopar.ir.problem import Floats, Ints, Problem
-from autopar.passes.memory.lagrangian import Messages, MultiplierEffort, PeakObjective, Pool, ascend
-from autopar.passes.memory.local_search import LocalSearch
-from autopar.passes.memory.presolve import ConstrainedProblem, PresolvedProblem, presolve
+from autopar.passes.memory.lagrangian import Dual, Messages, PeakObjective, Pool, ascend
+from autopar.passes.memory.presolve import PresolvedProblem, presolve
 from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.solver.reduced_problem import CLOSED
@@ -41,12 +40,6 @@ class LeastMemoryEffort:
     # weight of all seconds at stake, as a share of all bytes at stake (settled on the zoo; `bench sensitivity`,
     # 2026-11: no effect on small programs)
     light: float = 1e-6
-    # most plans from which local search starts (settled on the zoo; `bench sensitivity`, 2026-11: doubled: 19% more
-    # time)
-    descents: int = 4
-    # budget of a local search, as a share of the peak that it starts from (not recorded; `bench sensitivity`,
-    # 2026-11: no effect on small programs)
-    below: float = 0.999
     # most strategies of a problem for which the ILP closes the gap (settled on the zoo)
     small: int = 2_000
     # the same if the bound already shows that no plan fits (settled on the zoo)
@@ -56,12 +49,6 @@ class LeastMemoryEffort:
 
 
 LEAST_MEMORY = LeastMemoryEffort()
-
-#: The ascents on the multipliers of the peak.
-PEAK = MultiplierEffort(adapt=True)
-
-#: The same on a presolved problem of the caller, who runs many more ascents on it.
-PEAK_PRESOLVED = MultiplierEffort(first=4, following=2, adapt=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +80,6 @@ def least_memory(
     deadline: float = np.inf,
     exact: bool = True,
     asked: float | None = None,
-    presolved: PresolvedProblem | None = None,
     effort: LeastMemoryEffort = LEAST_MEMORY,
 ) -> LeastMemory:
     """The plan with the least peak, and a certified lower bound on the peak of every plan.
@@ -107,17 +93,16 @@ def least_memory(
         exact: let the ILP close the gap of small problems.
         asked: bytes; a plan with a peak of at most this ends the search without a bound. A bound above it ends the
             search before the ILP, except on tiny problems.
-        presolved: the problem presolved with `rows`, if the caller has it; its bounds must be valid for all plans.
         effort: limits of the search.
 
     Raises:
         SolverError: no feasible plan exists.
     """
-    state = _State(problem, source, deadline, presolved, effort)
+    state = _State(problem, source, deadline, effort)
     state.add_rows([*rows, *source.rows()])
     for plan in seeds or [optimize(problem).assignment]:
         state.submit(plan)
-    lower, multipliers = -np.inf, np.zeros(0)
+    multipliers = np.zeros(0)
     for _ in range(effort.rounds):
         rows_before = len(state.rows)
         multipliers = state.with_equal_layers()
@@ -135,14 +120,7 @@ def least_memory(
 class _State:
     """The plan with the least peak so far, the rows added, and the plans to start from."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        source: RowSource,
-        deadline: float,
-        presolved: PresolvedProblem | None,
-        effort: LeastMemoryEffort,
-    ) -> None:
+    def __init__(self, problem: Problem, source: RowSource, deadline: float, effort: LeastMemoryEffort) -> None:
         self._effort = effort
         self.problem = problem
         self.source = source
@@ -151,8 +129,6 @@ class _State:
         self.plan: Ints | None = None
         self.peak = np.inf
         self.seeds: list[Ints] = []
-        self._presolved = presolved
-        self._warm: tuple[list[list[Floats]], list[Ints]] = [], []
 
     def add_rows(self, rows: Sequence[Row]) -> None:
         """Add the rows whose names are new."""
@@ -174,20 +150,6 @@ class _State:
         """Whether the best plan has a peak of at most `asked` (bytes)."""
         return asked is not None and self.peak <= asked
 
-    @property
-    def _usable(self) -> PresolvedProblem | None:
-        """The presolved problem of the caller, as long as no row has been added to its rows."""
-        return (
-            self._presolved
-            if self._presolved is not None and self._presolved.constrained.rows == len(self.rows)
-            else None
-        )
-
-    @property
-    def _ascent(self) -> MultiplierEffort:
-        """The effort of an ascent."""
-        return PEAK if self._usable is None else PEAK_PRESOLVED
-
     def result(self, lower: float) -> LeastMemory:
         """The result with this bound (bytes)."""
         assert self.plan is not None
@@ -199,24 +161,29 @@ class _State:
         Returns:
             The multipliers of the rows, shape (R,).
         """
-        presolved = self._with_light_seconds()
-        pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
+        presolved = presolve(_scaled(self.problem, self._light()), self.rows, "tie")
+        pool = Pool(presolved.constrained)
         pool.add(plan for plan in map(presolved.project, self.seeds) if plan is not None)
-        objective = PeakObjective(presolved.constrained, pool)
-        dual = ascend(messages, pool, objective, target=CLOSED, deadline=self.deadline, effort=self._ascent)
-        _descend(presolved.constrained, pool, self._effort)
-        ranked = _by_peak(pool)
-        self._warm = messages.copy(), [pool.plans[i] for i in ranked[:1]]
-        for plan in self._warm[1]:
-            self.submit(presolved.lift(plan))
+        dual = self._ascend(presolved, pool)
+        for i in _by_peak(pool)[:1].tolist():
+            self.submit(presolved.lift(pool.plans[i]))
         return dual.multipliers
 
-    def _with_light_seconds(self) -> PresolvedProblem:
-        """The presolved problem with costs scaled to bytes, far below all bytes at stake."""
-        light, presolved = self._light(), self._usable
-        if presolved is not None:
-            return _weighed(presolved, light)
-        return presolve(_scaled(self.problem, light), self.rows, "tie")
+    def bound(self, multipliers: Floats) -> float:
+        """A lower bound (bytes) on the peak of every plan, from the rows with a positive multiplier."""
+        if not self.rows:
+            return 0.0
+        # not strict: rows may have been added since the multipliers were computed
+        rows = [row for row, p in zip(self.rows, multipliers, strict=False) if p > 0] or self.rows[:1]
+        presolved = presolve(_scaled(self.problem, 0.0), rows, "bound")
+        return self._ascend(presolved, Pool(presolved.constrained)).lower + 0.0  # makes 0.0 of -0.0
+
+    def _ascend(self, presolved: PresolvedProblem, pool: Pool) -> Dual:
+        messages, objective = (
+            Messages(presolved.constrained, presolved.counts),
+            PeakObjective(presolved.constrained, pool),
+        )
+        return ascend(messages, pool, objective, target=CLOSED, deadline=self.deadline)
 
     def _light(self) -> float:
         """Weight of a second, in bytes: all seconds at stake weigh the share `light` of all bytes at stake."""
@@ -226,33 +193,6 @@ class _State:
         most = {id(a): float(a[np.isfinite(a)].max(initial=0.0)) for a in _distinct(self.problem)}
         stake = sum(most[id(n.cost)] for n in self.problem.nodes) + sum(most[id(e.table)] for e in self.problem.edges)
         return self._effort.light * (usage or 1.0) / (stake or 1.0)
-
-    def bound(self, multipliers: Floats) -> float:
-        """A lower bound (bytes) on the peak of every plan, from the rows with a positive multiplier."""
-        if not self.rows:
-            return 0.0
-        if self._usable is not None:
-            return self._bound_again(_weighed(self._usable, 0.0), multipliers)
-        # not strict: rows may have been added since the multipliers were computed
-        rows = [row for row, p in zip(self.rows, multipliers, strict=False) if p > 0] or self.rows[:1]
-        presolved = presolve(_scaled(self.problem, 0.0), rows, "bound")
-        return self._bound(presolved, Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts))
-
-    def _bound_again(self, presolved: PresolvedProblem, multipliers: Floats) -> float:
-        """The bound by messages, plan, multipliers of `with_equal_layers`, whose seconds had almost no weight."""
-        pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
-        sent, plans = self._warm
-        pool.add(plans)
-        messages.restore(sent, {})
-        return self._bound(presolved, pool, messages, multipliers)
-
-    def _bound(self, presolved: PresolvedProblem, pool: Pool, messages: Messages, start: Floats | None = None) -> float:
-        """The bound (bytes) of a dual ascent on a presolved problem without seconds."""
-        objective = PeakObjective(presolved.constrained, pool)
-        dual = ascend(
-            messages, pool, objective, start=start, target=CLOSED, deadline=self.deadline, effort=self._ascent
-        )
-        return dual.lower + 0.0  # makes 0.0 of -0.0
 
     def by_ilp(self) -> float:
         """The bound (bytes) that CBC proves, solved again until its plan adds no row. Its plans are submitted."""
@@ -272,13 +212,6 @@ class _State:
             if len(self.rows) == rows_before:
                 break
         return lower
-
-
-def _weighed(presolved: PresolvedProblem, factor: float) -> PresolvedProblem:
-    """The presolved problem with its finite costs times `factor`."""
-    return replace(
-        presolved, constrained=replace(presolved.constrained, problem=_scaled(presolved.constrained.problem, factor))
-    )
 
 
 def _scaled(problem: Problem, factor: float) -> Problem:
@@ -304,11 +237,3 @@ def _by_peak(pool: Pool) -> Ints:
     feasible = np.flatnonzero(np.isfinite(pool.seconds))
     peaks = pool.usage[feasible].max(axis=1, initial=-np.inf)
     return feasible[np.lexsort((pool.seconds[feasible], peaks))]
-
-
-def _descend(constrained: ConstrainedProblem, pool: Pool, effort: LeastMemoryEffort) -> None:
-    """Local search from the plans of least peak, each with a budget just below its peak. Extends the pool."""
-    local_search = LocalSearch(constrained)
-    for i in _by_peak(pool)[: effort.descents].tolist():
-        peak = float(pool.usage[i].max(initial=0.0))
-        pool.add([local_search.descend(pool.plans[i], pool.usage[i], effort.below * peak)])

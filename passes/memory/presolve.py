@@ -27,7 +27,6 @@ from autopar.passes.solver import elimination
 from autopar.passes.solver import symmetry as folding
 from autopar.passes.solver.contraction import contract
 from autopar.passes.solver.dead_end import Footprints, eliminate
-from autopar.passes.solver.dual_ascent import reparametrise
 
 Lift = Callable[[Ints], Ints]
 SymmetryReduction = Literal["none", "tie", "bound"]
@@ -35,12 +34,10 @@ SymmetryReduction = Literal["none", "tie", "bound"]
 
 @dataclass(frozen=True, slots=True)
 class PresolveEffort:
-    """Sweeps of dead-end elimination, which under a memory budget removes less and takes longer."""
+    """Limits of dead-end elimination, which under a memory budget removes less and takes longer."""
 
-    # sweeps at the start (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small programs)
-    first_rounds: int = 4
-    # sweeps after strategies were fixed by bounds (settled on the zoo)
-    later_rounds: int = 2
+    # most sweeps over all nodes (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small programs)
+    rounds: int = 4
 
 
 PRESOLVE = PresolveEffort()
@@ -258,21 +255,6 @@ def ordered(presolved: PresolvedProblem) -> PresolvedProblem:
     )
 
 
-def fixed_by_bounds(
-    presolved: PresolvedProblem,
-    messages: Sequence[tuple[Floats, Floats]],
-    keep: Sequence[Ints],
-    effort: PresolveEffort = PRESOLVE,
-) -> PresolvedProblem:
-    """The problem over the strategies `keep`, presolved again, with `messages` moved from tables to node costs.
-
-    `messages` has the form of `dual_ascent.Ascent.messages`.
-    """
-    moved = reparametrise(presolved.constrained.problem, messages)
-    start = replace(presolved, constrained=replace(presolved.constrained, problem=moved))
-    return restricted(contracted(restricted(start, keep, effort.later_rounds)), None, 0)
-
-
 def presolve(
     problem: Problem,
     rows: Sequence[Row],
@@ -296,4 +278,4 @@ def presolve(
     presolved = fold_rows(attach(problem, rows), how)
     if not full:
         return restricted(presolved, None, 0)
-    return ordered(restricted(contracted(restricted(presolved, None, effort.first_rounds)), None, 0))
+    return ordered(restricted(contracted(restricted(presolved, None, effort.rounds)), None, 0))

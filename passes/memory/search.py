@@ -1,146 +1,115 @@
-"""One round of the search for the cheapest plan within a memory budget.
+"""The search for the cheapest plan within a memory budget.
 
-    symmetric  dual ascent and local search over plans with equal strategies for equal layers; rows are added until the
-               best plan fits on all rows                                                              -> _symmetric
+    symmetric  plans with equal strategies for equal layers: presolve with the rows added so far, dual ascent and local
+               search, repeated until the plans that fit do so on all rows                             -> _symmetric
     bound      dual ascent on a quotient that respects the rows with a positive multiplier, so that the bound is valid
-               for all plans                                                                           -> _bound
-    mix        combine plans that fit with cheaper plans that do not, layer by layer     -> symmetry_breaking.mix
-    explore    branch and bound over plans with equal strategies for equal layers. It serves to find plans: its bound
-               is not valid for other plans                                                            -> _explore
-    deepen     a longer dual ascent, where the short one left a gap                                    -> _deepen
-    branch     branch on nodes whose symmetry class has one member                       -> _branch_and_mix
+               for all plans                                                                                -> _bound
+    mix        combine plans that fit with cheaper plans that do not, layer by layer         -> symmetry_breaking.mix
 
-Programs with few equal layers run "explore" and a long "bound" without symmetry reduction in place of "deepen"
--> search. Each step runs only if the steps before it left a gap above the target. The effort of a step is counted in
-changes of multipliers and in tree nodes, never in seconds. Only the deadline can therefore make two runs differ.
+The last two are repeated while they add rows -> search. The effort of a step is counted in changes of multipliers,
+never in seconds. Only the deadline can therefore make two runs differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_models.memory.row import Row
-from autopar.ir.problem import Floats, Ints
-from autopar.passes.memory.branch_and_bound import TREE, Tree, TreeEffort
-from autopar.passes.memory.lagrangian import (
-    MULTIPLIERS,
-    BudgetObjective,
-    Dual,
-    Messages,
-    MultiplierEffort,
-    Pool,
-    ascend,
-)
+from autopar.ir.problem import Floats
+from autopar.passes.memory.lagrangian import BudgetObjective, Dual, Messages, Pool, ascend
 from autopar.passes.memory.local_search import LocalSearch
-from autopar.passes.memory.presolve import PresolvedProblem, SymmetryReduction, fixed_by_bounds, presolve
+from autopar.passes.memory.presolve import PresolvedProblem, SymmetryReduction, presolve
 from autopar.passes.memory.search_state import SearchState
-from autopar.passes.memory.symmetry_breaking import hubs, mix, polish
-from autopar.passes.solver.reduced_problem import CLOSED
-
-#: A long ascent, where a short one left a gap.
-LONG = MultiplierEffort(changes=150, patience=25, enough=0.05, adapt=True, scans=0)
+from autopar.passes.memory.symmetry_breaking import mix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Relaxation:
-    """A presolved problem with the last dual ascent on it.
+    """A presolved problem with a dual ascent on it.
 
     Attributes:
         presolved: the problem.
         rows: its memory rows, in the order of the multipliers.
-        pool: its plans met so far; grows.
-        messages: of the dual ascent, at `dual`.
+        pool: the plans that the ascent and the local search met.
         dual: the lower bound (s, without `presolved.constant`) and the multipliers where it was reached.
+        rows_before: number of rows of the search before it.
     """
 
     presolved: PresolvedProblem
     rows: Sequence[Row]
     pool: Pool
-    messages: Messages
     dual: Dual
-
-    def record(self, state: SearchState) -> None:
-        """Record the bound, unless it is valid only for plans with equal strategies for equal layers."""
-        if not self.presolved.symmetric:
-            state.bound(self.dual.lower + self.presolved.constant, self.rows, self.dual.multipliers.tolist())
+    rows_before: int
 
 
-def search(state: SearchState, how: SymmetryReduction, few: bool, *, full: bool) -> None:
-    """Run one round of all steps of the module docstring, from the rows added so far.
+def search(state: SearchState) -> None:
+    """Search from the rows added so far, until the gap is small or a round adds no row.
+
+    `state` is updated with rows, plans and bounds.
+    """
+    relaxation = _symmetric(state)
+    for _ in range(state.effort.rounds):
+        num_rows = len(state.rows)
+        if not state.done and (state.fold or num_rows > relaxation.rows_before):
+            relaxation = _bound(state, relaxation)
+        if not state.done:
+            mix(state, relaxation.presolved, relaxation.pool, relaxation.rows, relaxation.dual.multipliers)
+        if state.done or len(state.rows) == num_rows:
+            return
+
+
+def _symmetric(state: SearchState) -> _Relaxation:
+    """The relaxation with equal strategies for equal layers, repeated until no row is added."""
+    how: SymmetryReduction = "tie" if state.fold else "none"
+    rounds = 0
+    while True:
+        rows = tuple(state.rows)
+        relaxation = _relax(state, presolve(state.problem, rows, how, full=state.full), rows)
+        rounds += 1
+        is_last = len(state.rows) == len(rows) or rounds == state.effort.relaxations
+        if is_last or state.is_accepted or state.late:
+            return relaxation
+
+
+def _bound(state: SearchState, last: _Relaxation) -> _Relaxation:
+    """The relaxation whose bound is valid for all plans, on the rows with a positive multiplier and new ones only.
+
+    Fewer rows leave larger symmetry classes. A relaxation with fewer rows still bounds every plan.
 
     Args:
-        state: updated with rows, plans and bounds.
-        how: the symmetry reduction of the first step.
-        few: the program has so few equal layers that the last steps give each its own strategies.
-        full: eliminate dominated strategies as well, not only infeasible ones.
+        state: updated.
+        last: gives the rows, and the multipliers to start from.
     """
-    first = relaxation = _symmetric(state, how, full=full)
-    first.record(state)
-    individual = not first.presolved.symmetric
-    if state.done:
-        return
-    if not individual:
-        relaxation = _bound(state, first, "bound", full=full)
-        mix(state, relaxation.presolved, relaxation.pool, relaxation.rows, relaxation.dual.multipliers)
-    if state.done:
-        return
-    if few:
-        if not individual:
-            _explore(state, first)
-        relaxation = _bound(state, relaxation, "none", full=full, patient=True)
-    else:
-        relaxation = _fix_by_bounds(state, _deepen(state, relaxation))
-    if not state.done:
-        _branch_and_mix(state, relaxation, individual or few)
+    multipliers = last.dual.multipliers
+    positive = [r for r in range(len(multipliers)) if multipliers[r] > 0] or [0]
+    new = state.rows[last.rows_before :]
+    rows = [*(last.rows[r] for r in positive), *new]
+    start = np.append(multipliers[positive], np.zeros(len(new)))
+    how: SymmetryReduction = "bound" if state.fold else "none"
+    return _relax(state, presolve(state.problem, rows, how, full=state.full), rows, start)
 
 
-def _branch_and_mix(state: SearchState, relaxation: _Relaxation, individual: bool) -> None:
-    """Branch on nodes whose symmetry class has one member, then mix the plans that the tree met, then polish.
-
-    With `individual`, every class of one member may be branched on. Otherwise only hubs may be, whose class has one
-    member even before memory rows split the classes.
-    """
-    presolved, rows, multipliers = relaxation.presolved, relaxation.rows, relaxation.dual.multipliers
-    branchable = presolved.counts == 1 if individual else (presolved.counts == 1) & hubs(state.problem)[presolved.first]
-    lower, pairs = _branch(state, relaxation, branchable)
-    state.bound(lower + presolved.constant, rows, multipliers.tolist())
-    if not state.done:
-        mix(state, presolved, relaxation.pool, rows, multipliers, pairs)
-    if not state.done:
-        polish(state)
+def _relax(
+    state: SearchState, presolved: PresolvedProblem, rows: Sequence[Row], multipliers: Floats | None = None
+) -> _Relaxation:
+    """Dual ascent from these multipliers, local search, and evaluation on all rows; a valid bound is recorded."""
+    pool, rows_before = _start(state, presolved), len(state.rows)
+    dual = _ascend(state, presolved, pool, multipliers)
+    if not presolved.symmetric:
+        state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
+    _descend(state, presolved, pool, dual)
+    _submit(state, presolved, pool)
+    return _Relaxation(presolved, rows, pool, dual, rows_before)
 
 
-def _explore(state: SearchState, relaxation: _Relaxation) -> None:
-    """Branch and bound over plans with equal strategies for equal layers. Its bound holds only for these plans."""
-    deeper = _deepen(state, relaxation)
-    if not state.late:
-        _branch(state, deeper, deeper.presolved.counts > 0, replace(TREE, most=state.effort.explored))
-
-
-def _branch(
-    state: SearchState, relaxation: _Relaxation, branchable: NDArray[np.bool_], tree: TreeEffort = TREE
-) -> tuple[float, list[tuple[Ints, Ints]]]:
-    """Run a search tree and submit the plans that fit.
-
-    Args:
-        branchable: the nodes of the presolved problem that may be branched on, shape (nodes,).
-        tree: when the search tree ends with a gap.
-
-    Returns:
-        The lower bound of the tree (s, without `presolved.constant`), and the pairs of plans that it met.
-    """
-    presolved, problem = relaxation.presolved, relaxation.presolved.constrained.problem
-    able = state.effort.work // (problem.variables + state.effort.per_node * len(problem.nodes))
-    effort = replace(tree, most=min(tree.most, max(state.effort.fewest, able)))
-    search_tree = Tree(relaxation.messages, relaxation.pool, state.budget, branchable, effort)
-    upper = state.seconds - presolved.constant
-    lower = search_tree.run(relaxation.dual, upper, state.target / 2, state.deadline)
-    _submit(state, presolved, relaxation.pool)
-    return lower, search_tree.pairs
+def _ascend(state: SearchState, presolved: PresolvedProblem, pool: Pool, start: Floats | None) -> Dual:
+    """A dual ascent to a quarter of the target gap, which leaves the rest of the target to later steps."""
+    objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
+    messages = Messages(presolved.constrained, presolved.counts)
+    return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline)
 
 
 def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:
@@ -149,111 +118,6 @@ def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:
     plans = [presolved.project(a) for a in ([] if state.plan is None else [state.plan]) + state.start_plans]
     pool.add(plan for plan in plans if plan is not None)
     return pool
-
-
-def _symmetric(state: SearchState, how: SymmetryReduction, *, full: bool) -> _Relaxation:
-    """Presolve, dual ascent, local search and exact evaluation, repeated until no row is added."""
-    rounds = 0
-    while True:
-        rows = tuple(state.rows)
-        relaxation = _relax(state, presolve(state.problem, rows, how, full=full), rows)
-        rounds += 1
-        if len(state.rows) == len(rows) or state.is_accepted or state.late or rounds == state.effort.rounds:
-            return relaxation
-
-
-def _bound(
-    state: SearchState, last: _Relaxation, how: SymmetryReduction, *, full: bool, patient: bool = False
-) -> _Relaxation:
-    """A dual ascent whose bound is valid for all plans, on the rows with a positive multiplier only.
-
-    Fewer rows leave larger symmetry classes. A relaxation with fewer rows still bounds every plan.
-
-    Args:
-        last: gives the rows, and the multipliers to start from.
-        how: "bound" or "none", the symmetry reductions with valid bounds.
-        patient: run long ascents.
-    """
-    multipliers = last.dual.multipliers
-    priced = [r for r in range(len(multipliers)) if multipliers[r] > 0] or [0]
-    rows = [last.rows[r] for r in priced]
-    presolved = presolve(state.problem, rows, how, full=full)
-    relaxation = _relax(state, presolved, rows, multipliers[priced], patient)
-    relaxation.record(state)
-    return _fix_by_bounds(state, relaxation, patient)
-
-
-def _fix_by_bounds(state: SearchState, relaxation: _Relaxation, patient: bool = False) -> _Relaxation:
-    """Remove strategies whose lower bound exceeds the incumbent and ascend again, while that removes many of them."""
-    while not state.done:
-        keep = _within_bound(state, relaxation)
-        if sum(map(len, keep)) > state.effort.kept * relaxation.presolved.constrained.problem.variables:
-            break
-        smaller = fixed_by_bounds(relaxation.presolved, relaxation.messages.pairs, keep)
-        relaxation = _relax(state, smaller, relaxation.rows, relaxation.dual.multipliers, patient)
-        relaxation.record(state)
-    return relaxation
-
-
-def _relax(
-    state: SearchState,
-    presolved: PresolvedProblem,
-    rows: Sequence[Row],
-    multipliers: Floats | None = None,
-    patient: bool = False,
-) -> _Relaxation:
-    """Dual ascent from these multipliers, local search, and exact evaluation."""
-    pool, messages = _start(state, presolved), Messages(presolved.constrained, presolved.counts)
-    dual = _ascend(state, presolved, pool, messages, multipliers, patient)
-    _descend(state, presolved, pool, dual)
-    _submit(state, presolved, pool)
-    return _Relaxation(presolved, rows, pool, messages, dual)
-
-
-def _deepen(state: SearchState, relaxation: _Relaxation) -> _Relaxation:
-    """The better of the last ascent and a long one from it, then local search. The bound is recorded."""
-    presolved, pool, dual = relaxation.presolved, relaxation.pool, relaxation.dual
-    longer = _ascend(state, presolved, pool, relaxation.messages, dual.multipliers, True)
-    deeper = replace(relaxation, dual=longer) if longer.lower > dual.lower else relaxation
-    deeper.record(state)
-    _descend(state, presolved, pool, deeper.dual)
-    _submit(state, presolved, pool)
-    return deeper
-
-
-def _ascend(
-    state: SearchState,
-    presolved: PresolvedProblem,
-    pool: Pool,
-    messages: Messages,
-    start: Floats | None,
-    patient: bool,
-) -> Dual:
-    """A dual ascent to a quarter of the target gap, which leaves the rest of the target to later steps."""
-    objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
-    effort = LONG if patient else MULTIPLIERS
-    return ascend(
-        messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline, effort=effort
-    )
-
-
-def _within_bound(state: SearchState, relaxation: _Relaxation) -> list[Ints]:
-    """Per node of the presolved problem, the strategies that a plan better than the incumbent may take.
-
-    A strategy is kept if its bound on the penalised cost, plus the constant terms of the Lagrangian, is at most the
-    cost of the incumbent.
-    """
-    presolved, messages, multipliers = relaxation.presolved, relaxation.messages, relaxation.dual.multipliers
-    messages.set(multipliers)
-    messages.run(state.effort.settle)
-    # lambda (constants - budget): `messages.bounds` has neither the constant bytes nor the budget
-    spare = float(multipliers @ (presolved.constrained.constants - state.budget))
-    limit = state.seconds - presolved.constant - spare + CLOSED * abs(state.seconds)
-    keep = [np.flatnonzero(bound <= limit) for bound in messages.bounds]
-    plan = None if state.plan is None else presolved.project(state.plan)
-    if plan is not None and state.plan is not None and np.array_equal(presolved.lift(plan), state.plan):
-        assert all(s in k for s, k in zip(plan, keep, strict=True)), "a bound rules out the best plan"
-    return keep
 
 
 def _descend(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: Dual) -> None:

@@ -19,29 +19,19 @@ from autopar.passes.solver.reduced_problem import CLOSED
 
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
-    """Limits of one round of the search under a memory budget."""
+    """Limits of the search under a memory budget."""
 
-    # most rounds of presolve and ascent that add rows, in `search._symmetric` (settled on the zoo)
-    rounds: int = 20
+    # most rounds, each of which but the last adds rows (not recorded; `bench sensitivity`, 2026-11: no effect on small
+    # programs)
+    rounds: int = 4
+    # most relaxations of a round, each of which but the last adds rows (settled on the zoo)
+    relaxations: int = 20
     # most plans of a pool from which local search starts, besides the cheapest that fits (settled on the zoo; `bench
     # sensitivity`, 2026-11: doubled: 13% more time)
     descents: int = 6
     # most plans of one pool that are evaluated on all rows before the presolve runs again (settled on the zoo; `bench
     # sensitivity`, 2026-11: no effect on small programs)
     submitted: int = 4
-    # message passes at the best multipliers before strategies are fixed (settled on the zoo)
-    settle: int = 4
-    # fixing by bounds is repeated while it leaves at most this share of the strategies; below 1, or it never ends
-    # (settled on the zoo)
-    kept: float = 0.75
-    # most tree nodes of a search among plans with equal strategies for equal layers (settled on the zoo)
-    explored: int = 12
-    # most strategies that one search tree visits, summed over its tree nodes (settled on the zoo)
-    work: int = 100_000
-    # fixed cost of visiting one node of the problem, counted in strategies (settled on the zoo)
-    per_node: int = 8
-    # tree nodes that a search tree may visit whatever `work` says (settled on the zoo)
-    fewest: int = 10
 
 
 SEARCH = SearchEffort()
@@ -83,6 +73,8 @@ class SearchState:
         start_plans: plans from which the pools of plans start.
         patience: seconds that the search for a first plan that fits may take, even beyond the deadline.
         accepted: plans that end the search.
+        fold: share decisions among equal layers.
+        full: eliminate dominated strategies as well, not only infeasible ones.
         effort: limits of one round of `search.search`.
     """
 
@@ -100,6 +92,8 @@ class SearchState:
     start_plans: list[Ints] = field(default_factory=list)
     patience: float = 0.0
     accepted: Acceptance = NONE_ACCEPTED
+    fold: bool = True
+    full: bool = True
     effort: SearchEffort = SEARCH
 
     def add_rows(self, rows: Iterable[Row]) -> bool:
@@ -128,6 +122,10 @@ class SearchState:
         if seconds < self.seconds or (seconds == self.seconds and peak < self.peak):
             self.plan, self.seconds, self.peak = assignment, seconds, peak
         return True
+
+    def forget_plan(self) -> None:
+        """Go on without an incumbent."""
+        self.plan, self.seconds, self.peak = None, np.inf, np.inf
 
     def bound(self, lower: float, rows: Sequence[Row] = (), multipliers: Sequence[float] = ()) -> None:
         """Record a valid lower bound (s) if it is higher, with the multipliers (s/byte) of `rows` that reach it."""

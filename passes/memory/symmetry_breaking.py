@@ -4,7 +4,6 @@ Hubs are the nodes that connect the layers, such as an embedding that all layers
 
     mix       in a group of plans with equal strategies at the hubs, each layer can take its strategies from any of the
               plans                                                                              -> mix, _groups
-    polish    local search on the unfolded problem spends the rest of the budget on single nodes        -> polish
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.memory.lagrangian import Pool
-from autopar.passes.memory.local_search import QUICK, LocalSearch
 from autopar.passes.memory.path_relinking import relink
 from autopar.passes.memory.presolve import PresolvedProblem, attach
 from autopar.passes.memory.search_state import SearchState
@@ -42,12 +40,6 @@ class MixEffort:
 MIX = MixEffort()
 
 
-def hubs(problem: Problem) -> NDArray[np.bool_]:
-    """Whether each node is alone in its symmetry class without regard to memory rows, shape (nodes,)."""
-    folded = fold(problem)
-    return folded.counts[folded.classes] == 1
-
-
 def _joints(problem: Problem) -> NDArray[np.bool_]:
     """The hubs with at least one edge per equal layer, as a mask, shape (nodes,).
 
@@ -64,7 +56,6 @@ def mix(
     pool: Pool,
     rows: Sequence[Row],
     multipliers: Floats,
-    pairs: Sequence[tuple[Ints, Ints]] = (),
     effort: MixEffort = MIX,
 ) -> None:
     """Submit combinations of known plans in which equal layers may differ.
@@ -75,12 +66,10 @@ def mix(
         pool: its plans of least penalised cost are combined.
         rows: the rows of `multipliers`.
         multipliers: s/byte, shape (len(rows),).
-        pairs: plans of the presolved problem to combine as well.
         effort: how many plans.
     """
     near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[: effort.plans]
     plans = [pool.plans[i] for i in near if np.isfinite(pool.seconds[i])]
-    plans += [plan for pair in pairs for plan in pair]
     lifted = ([] if state.plan is None else [state.plan]) + [presolved.lift(plan) for plan in plans]
     added = list(state.rows)
     constrained = attach(state.problem, added)
@@ -102,13 +91,3 @@ def _groups(plans: Sequence[Ints], alone: NDArray[np.bool_], effort: MixEffort) 
         by_hubs.setdefault(plan[alone].tobytes(), {})[plan.tobytes()] = plan
     groups = [list(group.values())[: effort.options] for group in by_hubs.values()]
     return [group for group in groups if len(group) > 1][: effort.groups]
-
-
-def polish(state: SearchState) -> None:
-    """Local search from the incumbent on the unfolded problem: single layers spend the rest of the budget."""
-    if state.plan is None:
-        return
-    usage = np.array([row.value(state.problem, state.plan) for row in state.rows])
-    plan = LocalSearch(attach(state.problem, state.rows)).descend(state.plan, usage, state.budget, effort=QUICK)
-    if not np.array_equal(plan, state.plan):
-        state.submit(plan)

@@ -80,7 +80,7 @@ def test_values_differ_from_the_default() -> None:
         assert values, f"{algorithm}.{field}"
         assert own not in values
     assert records.values("dual-ascent", "patience") == (6, 24)
-    assert records.values("multipliers", "adapt") == (True,)
+    assert records.values("multiplier-steps", "share") == (0.3, 1.0)
     assert records.values("stage-options", "shares") == ((0.15, 3.0), (0.6, 12.0))
     assert max(records.values("reduction", "kept")) < 1  # fixing would never end
 
@@ -112,17 +112,17 @@ def test_the_table_sums_up_rows() -> None:
 def test_a_number_that_planning_reads_is_varied_in_a_process_of_its_own(tmp_path: Path) -> None:
     own = records.RECORDS["local-search"].sweeps
     resume = tmp_path / "rows.jsonl"
-    rows = measure.run(["local-search", "front"], ["sweeps", "nearest"], ["mlp-toy 0.7"], resume)
+    rows = measure.run(["local-search", "simulation"], ["sweeps", "saved"], ["mlp-toy 0.7"], resume)
     tried = {(r["algorithm"], r["field"], r.get("value")) for r in rows}
     varied = {("local-search", "sweeps", own // 2), ("local-search", "sweeps", 2 * own)}
-    assert tried == varied | {("front", "sweeps", None), ("front", "nearest", None)}
+    assert tried == varied | {("simulation", "saved", None)}
     assert all(r["step_s"] >= r["default_step_s"] * 0.99 > 0 for r in rows if r["read"])
     assert records.RECORDS["local-search"].sweeps == own
-    assert measure.run(["local-search", "front"], ["sweeps", "nearest"], ["mlp-toy 0.7"], resume) == rows
+    assert measure.run(["local-search", "simulation"], ["sweeps", "saved"], ["mlp-toy 0.7"], resume) == rows
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ArgumentError, match="algorithm 'simplex' is not known"):
         measure.run(["simplex"])
     with pytest.raises(ArgumentError, match="field 'color' is not known"):
-        measure.run(["front"], ["color"])
+        measure.run(["simulation"], ["color"])

@@ -1,6 +1,6 @@
 """The records of effort of the planner's algorithms, and the values that their fields are tried with.
 
-A field is halved and doubled, a bool negated, the numbers of a tuple are scaled together. `VALUES` has those fields for
+A field is halved and doubled, the numbers of a tuple are scaled together. `VALUES` has those fields for
 which these values mean nothing.
 """
 
@@ -23,16 +23,13 @@ from autopar.passes.inter_op import (
 )
 from autopar.passes.layers import find
 from autopar.passes.memory import (
-    branch_and_bound,
     budget,
     cutting_plane,
     lagrangian,
     local_search,
     min_memory,
-    pareto,
     path_relinking,
     presolve,
-    search,
     search_state,
     symmetry_breaking,
 )
@@ -41,7 +38,7 @@ from autopar.passes.remat import choose, choose_offload
 from autopar.passes.solver import contraction, dead_end, dual_ascent, elimination, optimize, reduced_problem
 from autopar.passes.stages import plan
 
-Value = bool | int | float | tuple[float, ...]
+Value = int | float | tuple[float, ...]
 
 #: Algorithm -> the record that planning uses unless it is given another.
 RECORDS: Mapping[str, Any] = MappingProxyType(
@@ -54,22 +51,14 @@ RECORDS: Mapping[str, Any] = MappingProxyType(
         "optimizer": optimize.OPTIMIZER,
         "memory-presolve": presolve.PRESOLVE,
         "multipliers": lagrangian.MULTIPLIERS,
-        "multipliers-long": search.LONG,
-        "multipliers-tree": branch_and_bound.AT_TREE_NODE,
-        "multipliers-peak": min_memory.PEAK,
-        "multipliers-peak-front": min_memory.PEAK_PRESOLVED,
-        "multipliers-front": pareto.AT_BUDGET,
         "multiplier-steps": lagrangian.STEPS,
         "master-problem": cutting_plane.SIMPLEX,
-        "search-tree": branch_and_bound.TREE,
         "local-search": local_search.LOCAL_SEARCH,
-        "local-search-quick": local_search.QUICK,
         "mix": symmetry_breaking.MIX,
         "path-relinking": path_relinking.RELINK,
         "memory-search": search_state.SEARCH,
         "least-memory": min_memory.LEAST_MEMORY,
         "budget": budget.BUDGET,
-        "front": pareto.FRONT,
         "meshes": planner.MESHES,
         "layers": find.LAYERS,
         "remat": choose.REMAT,
@@ -87,24 +76,13 @@ RECORDS: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-_SHARE, _OFF = (0.5, 0.9), (0.02, 0.05)
+_SHARE = (0.5, 0.9)
 
 #: (algorithm, field) -> values, where half and double make no sense: shares up to 1, and what is 0.
 VALUES: Mapping[tuple[str, str], tuple[Value, ...]] = MappingProxyType(
     {
         ("reduction", "kept"): _SHARE,
-        ("memory-search", "kept"): _SHARE,
-        ("multipliers", "enough"): _OFF,
-        ("multipliers-tree", "enough"): _OFF,
-        ("multipliers-peak", "enough"): _OFF,
-        ("multipliers-peak-front", "enough"): _OFF,
-        ("multipliers-long", "scans"): (4, 8),
-        ("multipliers-tree", "scans"): (4, 8),
-        ("multipliers-front", "scans"): (4, 8),
-        ("multiplier-steps", "farthest"): (0.6, 1.0),
-        ("multiplier-steps", "bolder"): (1.0, 1.5),
-        ("multiplier-steps", "shyer"): (0.6, 1.0),
-        ("least-memory", "below"): (0.99, 1.0),
+        ("multiplier-steps", "share"): (0.3, 1.0),
         ("stage-runs", "longer"): (0.6, 1.0),
         ("searched-stages", "planned_over_forecast"): (0.8, 1.0),
     }
@@ -124,8 +102,6 @@ def values(algorithm: str, field: str) -> tuple[Value, ...]:
 
 
 def _scaled(value: Value, factor: float) -> Value:
-    if isinstance(value, bool):
-        return not value
     if isinstance(value, tuple):
         return tuple(factor * x for x in value)
     return max(1, int(factor * value)) if isinstance(value, int) else factor * value
