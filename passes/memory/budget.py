@@ -201,14 +201,13 @@ def _search_below(state: SearchState, limit: float) -> None:
     """Search without a plan that fits, for plans below `limit` (s), if that is finite.
 
     If every plan that fits takes longer, the dual bound alone mostly proves it, and the search for the least peak is
-    saved. Strategies of plans above the limit may be removed, so that no bound above it holds for all plans.
+    saved.
     """
     if np.isfinite(limit) and not _is_hopeless(state):
         state.seconds = limit  # an incumbent without a plan
         search(state)
         if state.plan is None:
             state.forget_plan()
-            state.lower = min(state.lower, limit)
 
 
 def _found(state: SearchState, free: Solution, begin: float) -> BudgetedSolution:
