@@ -1,21 +1,21 @@
 """The Pareto front of step time and peak memory: the best plan at each of several budgets, with a bound on all plans.
 
-Budgets range from the least peak to the peak of the optimum without a budget; each is searched from the plans of the
-budgets before it. The bound at one budget holds for all smaller ones, so that the certified lower envelope is a
-staircase                                                                                              -> Front.lower
+Budgets range from the least peak to the peak of the optimum without a budget. Each is searched from the plans of the
+budgets before it, without an ILP. The bound at one budget holds for all smaller ones, so that the certified lower
+envelope is a staircase                                                                                -> Front.lower
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.cost_models.memory.row import RowSource
 from autopar.ir.problem import Ints, Problem
-from autopar.passes.memory.budget import Infeasible, optimize_within
+from autopar.passes.memory.budget import BUDGET, Infeasible, optimize_within
 from autopar.passes.memory.min_memory import least_memory
 from autopar.passes.solver.optimize import optimize
 
@@ -100,6 +100,7 @@ def front(
                 gap=TARGET,
                 fold=fold,
                 seeds=[p.assignment for p in planned],
+                effort=replace(BUDGET, small=0),
             )
         except Infeasible:
             continue

@@ -184,15 +184,14 @@ def _summed(usage: Mapping[int, Floats], into: Ints) -> dict[int, Floats]:
     return dict(sorted(out.items()))
 
 
-def restricted(presolved: PresolvedProblem, start: Sequence[Ints] | None, rounds: int) -> PresolvedProblem:
+def restricted(presolved: PresolvedProblem, rounds: int) -> PresolvedProblem:
     """The problem after dead-end elimination.
 
     Args:
-        start: the strategies still allowed at each node, ascending; all when None.
         rounds: sweeps that also remove dominated strategies; with 0 only infeasible ones are removed.
     """
     old = presolved.constrained
-    reduced = eliminate(old.problem, rounds, None if start is None else tuple(start), Footprints(old.nodes, old.edges))
+    reduced = eliminate(old.problem, rounds, None, Footprints(old.nodes, old.edges))
     keep = reduced.keep
     nodes = {v: usage[:, keep[v]] for v, usage in old.nodes.items()}
     edges = {i: _cut(usage, old.problem, i, keep) for i, usage in old.edges.items()}
@@ -277,5 +276,5 @@ def presolve(
     """
     presolved = fold_rows(attach(problem, rows), how)
     if not full:
-        return restricted(presolved, None, 0)
-    return ordered(restricted(contracted(restricted(presolved, None, effort.rounds)), None, 0))
+        return restricted(presolved, 0)
+    return ordered(restricted(contracted(restricted(presolved, effort.rounds)), 0))
