@@ -1,6 +1,6 @@
 """`autopar bench memory`: the Pareto front of step time against peak memory, and what falls away along it.
 
-The front is searched once for all budgets (`autopar.passes.memory.pareto`). Each point is a plan, told by its peak, its
+Budgets are searched one after the other (`autopar.passes.memory.pareto`). Each point is a plan, told by its peak, its
 step time and, per device: the arguments it keeps (parameters, optimizer state), bytes at the peak by kind, and bytes
 sent per step. Beside each point are bytes per parameter, to compare with the stages of ZeRO (Rajbhandari et al.,
 2020, section 3): 16 in all for mixed-precision Adam, with N devices 4 + 12/N, 2 + 14/N and 16/N.

@@ -157,7 +157,7 @@ def _reshards(
             copied.add(value)
             weight = min(use.weight, model.grouping.executions(binding))
             yield from _emit(graph, replace(use, weight=weight), value, at_binding, start, mesh)
-        key = program_of(use.op) if use.op >= 0 else "", value, wanted
+        key = (program_of(use.op) if use.op >= 0 else "", value, wanted)
         if wanted != start and wanted != at_binding and key not in resharded:
             resharded.add(key)
             yield from _emit(graph, use, value, start, wanted, mesh)

@@ -167,13 +167,14 @@ class Messages:
         return max(bound for bound, _ in sweeps), [plan for _, plan in sweeps]
 
     def copy(self) -> list[list[Floats]]:
-        """The messages, for `restore`. Their arrays are shared: passes replace arrays and never write to them."""
+        """The messages, for `rewind`. Their arrays are shared: passes replace arrays and never write to them."""
         return [list(pair) for pair in self._state.into]
 
-    def restore(self, messages: list[list[Floats]]) -> None:
-        """Set these messages. `set` has to follow."""
+    def rewind(self, messages: list[list[Floats]], multipliers: Floats) -> None:
+        """Set these messages and multipliers."""
         self._state.into = [list(pair) for pair in messages]
         self._stale = True
+        self.set(multipliers)
 
 
 def _slots(
@@ -374,8 +375,7 @@ def ascend(
         if done or stalled or time.monotonic() > deadline:
             break
         multipliers = objective.next(wanted, best.multipliers)
-    messages.restore(kept)
-    messages.set(best.multipliers)
+    messages.rewind(kept, best.multipliers)
     return best if done else _scan(messages, pool, objective, best, gaps[-1], deadline, effort)
 
 

@@ -179,10 +179,8 @@ class _State:
         return self._ascend(presolved, Pool(presolved.constrained)).lower + 0.0  # makes 0.0 of -0.0
 
     def _ascend(self, presolved: PresolvedProblem, pool: Pool) -> Dual:
-        messages, objective = (
-            Messages(presolved.constrained, presolved.counts),
-            PeakObjective(presolved.constrained, pool),
-        )
+        messages = Messages(presolved.constrained, presolved.counts)
+        objective = PeakObjective(presolved.constrained, pool)
         return ascend(messages, pool, objective, target=CLOSED, deadline=self.deadline)
 
     def _light(self) -> float:

@@ -19,9 +19,6 @@ from autopar.passes.memory.budget import BUDGET, Infeasible, optimize_within
 from autopar.passes.memory.min_memory import least_memory
 from autopar.passes.solver.optimize import optimize
 
-#: Relative gap at which a budget is finished.
-TARGET = 1e-3
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
@@ -97,7 +94,6 @@ def front(
                 budget,
                 free=free,
                 time_limit=share,
-                gap=TARGET,
                 fold=fold,
                 seeds=[p.assignment for p in planned],
                 effort=replace(BUDGET, small=0),

@@ -191,7 +191,7 @@ def restricted(presolved: PresolvedProblem, rounds: int) -> PresolvedProblem:
         rounds: sweeps that also remove dominated strategies; with 0 only infeasible ones are removed.
     """
     old = presolved.constrained
-    reduced = eliminate(old.problem, rounds, None, Footprints(old.nodes, old.edges))
+    reduced = eliminate(old.problem, rounds, footprints=Footprints(old.nodes, old.edges))
     keep = reduced.keep
     nodes = {v: usage[:, keep[v]] for v, usage in old.nodes.items()}
     edges = {i: _cut(usage, old.problem, i, keep) for i, usage in old.edges.items()}

@@ -50,6 +50,8 @@ def search(state: SearchState) -> None:
 
     `state` is updated with rows, plans and bounds.
     """
+    if state.done:
+        return
     relaxation = _symmetric(state)
     for _ in range(state.effort.rounds):
         num_rows = len(state.rows)
