@@ -122,6 +122,19 @@ def test_a_leaf_that_differs_from_itself_is_noise():
     }
 
 
+def test_a_sum_of_terms_that_cancel_is_noise():
+    """Its last digits are those of the terms, and change with the order of the sum, whatever the arguments do."""
+
+    def cancelled(x):
+        return jax.numpy.tanh(x).sum(), jax.numpy.floor(x).sum()
+
+    x = np.array([7.2, -7.2, 7.5, -7.4, 7.7, -7.8])
+    noise = compare.noise(jax.jit(cancelled), jax.make_jaxpr(cancelled)(x), (x,))
+    assert noise.explains(0, 1e-9)
+    assert not noise.explains(0, 1e-3)
+    assert not noise.explains(1, 1e-9)
+
+
 # Shrinking
 
 

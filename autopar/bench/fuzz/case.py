@@ -2,7 +2,8 @@
 
     microbatches    in 2 and in 4, compiled together with the plain step
     stages          two stages under two schedules
-    meshes          cut over two meshes of 8 virtual devices
+    meshes          sharded over two meshes of 8 virtual devices: on one the examples come sharded, on the other the
+                    planner is free
 
 A program counts as refused where autopar says why it does not run so, with an error of its own, or where `jax.jit` does
 not compile the plain step; any other error is a failure, as is a difference (`compare`).
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import inspect
 import re
 import time
 import warnings
@@ -23,6 +25,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import jax_compat
@@ -35,6 +38,7 @@ from autopar.bench.worker import cpu_devices, serve
 from autopar.errors import AutoparError, MicrobatchError, ScheduleError
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.loop import split_step
+from autopar.plans import cache as plan_cache
 from autopar.verification.differences import host
 
 MODES = ("microbatches", "stages", "meshes")
@@ -175,11 +179,12 @@ def in_stages(schedule: str, count: int) -> Callable[[Case], Callable[..., Any]]
     return made
 
 
-def on_mesh(mesh: tuple[int, ...]) -> Callable[[Case], Callable[..., Any]]:
-    """The step on a mesh at prices at which cutting pays."""
+def on_mesh(mesh: tuple[int, ...], examples: bool = False) -> Callable[[Case], Callable[..., Any]]:
+    """The step on a mesh at prices at which cutting pays; `examples`: the examples come sharded over the first axis."""
 
     def made(case: Case) -> Callable[..., Any]:
-        step = autopar.parallelize(case.step.function, mesh=mesh, cluster=dear(mesh), **case.options)
+        pins = examples_sharded(case) if examples else {}
+        step = autopar.parallelize(case.step.function, mesh=mesh, cluster=dear(mesh), pins=pins, **case.options)
         plan = step.plan(*case.arguments)
         case.uncut += all(d < 0 for layout in (*plan.inputs, *plan.outputs) for d in layout)
         return step
@@ -187,12 +192,23 @@ def on_mesh(mesh: tuple[int, ...]) -> Callable[[Case], Callable[..., Any]]:
     return made
 
 
-MESHES = ((8,), (2, 4))
+def examples_sharded(case: Case) -> dict[str, PartitionSpec]:
+    """Pins of the arguments that the program says hold the batch, whose dimension 0 is split over the first axis."""
+    names = list(inspect.signature(case.step.function).parameters)
+    return {
+        f"{names[i]}/{name}": PartitionSpec("x")
+        for i in case.program.batch
+        for name, value in case.arguments[i].items()
+        if value.shape[:1] and value.shape[0] % DEVICES == 0
+    }
+
+
 PARALLEL: Mapping[str, Callable[[Case], Callable[..., Any]]] = {
     **{f"{n} microbatches": in_microbatches(n) for n in COUNTS},
     "2 stages, gpipe": in_stages("gpipe", 2),
     "2 stages, 1f1b": in_stages("1f1b", 4),
-    **{f"mesh {mesh}": on_mesh(mesh) for mesh in MESHES},
+    "mesh (8,), examples sharded": on_mesh((8,), examples=True),
+    "mesh (2, 4)": on_mesh((2, 4)),
 }
 STAGED = tuple(name for name in PARALLEL if "stages" in name)
 CUT = tuple(name for name in PARALLEL if "mesh" in name)
@@ -363,7 +379,8 @@ def show(step: Callable[..., Any], arguments: tuple[Any, ...], variant: str, bat
     batch = () if batch_argnums == "auto" else tuple(batch_argnums)
     case = Case(Program(0, leaves, Block("step", (), (), ()), (), batch))
     case.step = Step(step, arguments)
-    results = PARALLEL[variant](case)(*arguments)
+    with plan_cache.off():
+        results = PARALLEL[variant](case)(*arguments)
     for path, ours, theirs in zip(case.paths, jax.tree.leaves(results), case.expected, strict=True):
         print(path, f"differs by {difference(ours, theirs):.1e}", "ours", host(ours), "plain", host(theirs), sep="\n  ")
 

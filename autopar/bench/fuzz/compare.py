@@ -1,8 +1,9 @@
 """Are two results of a step equal? Integers and booleans exactly, floats to 1e-9 of a leaf's largest magnitude.
 
 nan equals nan, and an infinity itself. A leaf that differs may be one that has no digits to agree in: a sign, a rank, a
-rounding of what is only just on one side. Such a leaf is known by the plain step alone: it differs by as much, to a
-factor, when its float arguments change by a few units in the last place, or when it runs operation by operation
+rounding of what is only just on one side, a sum of terms that cancel. Such a leaf is known by the plain step alone: it
+differs by as much, to a factor, when its float arguments change by a few units in the last place, when it runs
+operation by operation, or when each operation's result changes by one besides (Monte Carlo arithmetic, Parker 1997)
                                                                                     -> Noise
 """
 
@@ -15,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal
 
+from autopar import jax_compat
 from autopar.verification.differences import absolute, is_inexact, magnitude
 
 TOLERANCE = 1e-9
@@ -25,6 +27,8 @@ TIMES_NOISE = 100.0
 PERTURBED = 4
 #: Relative changes of float64 arguments: some tens of units in the last place.
 EPSILON = 2.0**-47
+#: A unit in the last place of a float64, relative.
+ULP = 2.0**-52
 WIDE = ("float64", "complex128")
 
 
@@ -53,15 +57,38 @@ class Noise:
 
 
 def noise(plain: Callable[..., Any], jaxpr: Any, arguments: Sequence[Any]) -> Noise:
-    """Noise of a step: of its jitted form on arguments that hardly differ, and of its operations one by one."""
+    """Noise of a step: of its jitted form on arguments that hardly differ, and of its operations one by one, exact and
+    with results that hardly differ."""
     first = jax.tree.leaves(plain(*arguments))
-    noise_of_leaf = [0.0] * len(first)
+    runs = [plain(*perturbed(arguments, np.random.default_rng(seed))) for seed in range(PERTURBED)]
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(arguments)]
+    runs += [_one_by_one(jaxpr, leaves, lambda x: x)]
     for seed in range(PERTURBED):
-        moved = perturbed(arguments, np.random.default_rng(seed))
-        noise_of_leaf = list(map(max, noise_of_leaf, differences(jax.tree.leaves(plain(*moved)), first)))
-    one_by_one = jaxpr_as_fun(jaxpr)(*map(jnp.asarray, jax.tree.leaves(arguments)))
-    noise_of_leaf = list(map(max, noise_of_leaf, differences(one_by_one, first)))
-    return Noise(tuple(noise_of_leaf))
+        rng = np.random.default_rng(seed)
+        runs += [_one_by_one(jaxpr, leaves, lambda x, rng=rng: _rounded(x, rng))]
+    return Noise(tuple(map(max, zip(*(differences(jax.tree.leaves(results), first) for results in runs), strict=True))))
+
+
+def _one_by_one(closed: Any, arguments: Sequence[Any], rounded: Callable[[Any], Any]) -> list[Any]:
+    """Results of a jaxpr whose operations run one by one, `rounded` applied to the result of each."""
+    jaxpr = closed.jaxpr
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        results = jax_compat.bind(equation, [read(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, map(rounded, results), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _rounded(x: Any, rng: np.random.Generator) -> Any:
+    """A wide float, changed by up to a unit in the last place; whole numbers stay, since they are exact as a rule."""
+    if str(x.dtype) not in WIDE:
+        return x
+    exact = np.asarray(x)
+    return jnp.asarray(np.where(exact == np.round(exact), exact, exact * (1 + ULP * rng.uniform(-1, 1, exact.shape))))
 
 
 def perturbed(arguments: Any, rng: np.random.Generator) -> Any:
