@@ -39,6 +39,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 INLINED_CALLS: Mapping[str, str] = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # closed_call's name on 0.12
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "jaxpr",
@@ -84,10 +85,20 @@ def close(jaxpr: Any) -> jex.ClosedJaxpr:
 def eliminate_dead_code(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """The same program without equations that no result and no side effect needs; arguments are all kept.
 
-    XLA drops them as well, so that a plan which priced them would not be the plan that runs. Tried on 0.10.2, 0.12.0.
+    Tried on 0.10.2, 0.12.0.
     """
-    alive, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    return jex.ClosedJaxpr(alive, jaxpr.consts)
+    return live_part(jaxpr, [True] * len(jaxpr.jaxpr.outvars), True)[0]
+
+
+def live_part(
+    jaxpr: jex.ClosedJaxpr, results: Sequence[bool], kept: bool | Sequence[bool] = False
+) -> tuple[jex.ClosedJaxpr, list[bool]]:
+    """What a jaxpr computes of some of its results, and which arguments it keeps: those it reads, and those of `kept`.
+
+    Tried on 0.10.2, 0.12.0.
+    """
+    alive, read = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(results), instantiate=kept)
+    return jex.ClosedJaxpr(alive, jaxpr.consts), list(read)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -89,18 +89,27 @@ def compare(
         axis_sizes: mesh axis -> devices along it.
         reduce_scatter_as_all_reduce: count a reduce-scatter as an all-reduce of the same operand, on both sides; XLA on
             CPU emits no reduce-scatter.
-        ignore_scalars_below: bytes; smaller pieces (loss, norms) are left out on both sides.
+        ignore_scalars_below: bytes; smaller pieces (loss, norms) are left out on both sides. One stays where it is the
+            counterpart of a larger piece that counts padding.
     """
-    sides = [
-        [_as_all_reduce(c) if reduce_scatter_as_all_reduce else c for c in side if c.bytes >= ignore_scalars_below]
-        for side in (predicted, emitted)
-    ]
+    sides = [[_as_all_reduce(c) if reduce_scatter_as_all_reduce else c for c in side] for side in (predicted, emitted)]
+    sides = _without_scalars(sides[0], sides[1], ignore_scalars_below)
     wires = [sum(c.count * wire_bytes(c.kind, c.bytes, group_size(c.axes, axis_sizes)) for c in side) for side in sides]
     # pieces of the same operation are paired first, so that what is left over names the right ones
     tagged, left, right = _cancel(sides[0], sides[1], lambda c: (_key(c), c.op))
     untagged, left, right = _cancel(left, right, _key)
     joined, left, right = _cancel_joined(left, right, axis_sizes)
     return Comparison(tagged + untagged, joined, tuple(left), tuple(right), wires[0], wires[1])
+
+
+def _without_scalars(left: list[Collective], right: list[Collective], limit: int) -> list[list[Collective]]:
+    """Both sides without pieces below a limit, except where an operation has a larger piece on the other side alone."""
+    large = [{(c.kind, c.op) for c in side if c.bytes >= limit and c.op} for side in (left, right)]
+    alone = (large[1] - large[0], large[0] - large[1])
+    return [
+        [c for c in side if c.bytes >= limit or (c.kind, c.op) in other]
+        for side, other in zip((left, right), alone, strict=True)
+    ]
 
 
 def _key(c: Collective) -> _Key:

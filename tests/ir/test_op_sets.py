@@ -15,7 +15,7 @@ from autopar.ir import op_sets
 MODULES = ("jax.experimental.custom_partitioning", "jax.experimental.pallas", "jax.ffi", "jax._src.tpu_custom_call")
 
 #: Primitives of JAX 0.12 that 0.10 lacks.
-NEWER = {"log2", "one_minus_square", "polynomial"}
+NEWER = {"eval_jaxpr", "log2", "one_minus_square", "polynomial"}
 
 #: Sets that are written out and have no primitive in common; all others are unions or parts of them.
 DISJOINT = (

@@ -71,6 +71,24 @@ def dead_code(x: jax.Array, unused: jax.Array) -> Any:
     return lax.scan(lambda c, _: ((c[0] + 1, c[1] * 2), None), (x, unused), None, length=2)[0][0]
 
 
+def dead_carry(x: jax.Array, y: jax.Array) -> Any:
+    """The sum depends on the first carry; the third depends on the fourth, and nothing behind the loop on either."""
+
+    def body(carry: Any) -> Any:
+        i, total, square, power = carry
+        return i + 1, total + x, square + power * y, power * power
+
+    return lax.while_loop(lambda carry: carry[0] < 5, body, (0, x, y, y))[1]
+
+
+def dead_carry_in_a_body(x: jax.Array, y: jax.Array) -> Any:
+    return lax.scan(lambda c, _: (c + dead_carry(x, y), None), x, None, length=2)[0]
+
+
+def constant_condition(x: jax.Array) -> Any:
+    return lax.cond(False, lambda v: v * jnp.argmax(v), lambda v: v + 1, x)
+
+
 GRAPHS = {
     scanned: (
         (array(3, 4),),
@@ -201,6 +219,56 @@ GRAPHS = {
         }
         """,
     ),
+    dead_carry: (
+        (array(4), array(5)),
+        """
+        graph(%0: f32[4] "x", %1: f32[5] "y") {
+          %10: i32[], %11: f32[4] = while(%0, 0:i32[], %0) x?  # forward
+            cond(%2: i32[], %3: f32[4]) {
+              %4: bool[] = lt(%2, 5:i32[])  # forward
+              return %4
+            }
+            body(%5: f32[4], %6: i32[], %7: f32[4]) {
+              %8: i32[] = add(%6, 1:i32[])  # forward
+              %9: f32[4] = add(%7, %5)  # forward
+              return %8, %9
+            }
+          return %11 ""
+        }
+        """,
+    ),
+    dead_carry_in_a_body: (
+        (array(4), array(5)),
+        """
+        graph(%0: f32[4] "x", %1: f32[5] "y") {
+          %15: f32[4] = scan(%0, %0) x2  # forward
+            body(%2: f32[4], %3: f32[4]) {
+              %12: i32[], %13: f32[4] = while(%2, 0:i32[], %2) x?  # forward
+                cond(%4: i32[], %5: f32[4]) {
+                  %6: bool[] = lt(%4, 5:i32[])  # forward
+                  return %6
+                }
+                body(%7: f32[4], %8: i32[], %9: f32[4]) {
+                  %10: i32[] = add(%8, 1:i32[])  # forward
+                  %11: f32[4] = add(%9, %7)  # forward
+                  return %10, %11
+                }
+              %14: f32[4] = add(%3, %13)  # forward
+              return %14
+            }
+          return %15 ""
+        }
+        """,
+    ),
+    constant_condition: (
+        (array(4),),
+        """
+        graph(%0: f32[4] "x") {
+          %1: f32[4] = add(%0, 1.0:f32[])  # forward
+          return %1 ""
+        }
+        """,
+    ),
 }
 
 
@@ -209,6 +277,19 @@ GRAPHS = {
 def test_graph(fn: Any) -> None:
     args, expected = GRAPHS[fn]
     assert text(fn, *args) == dedent(expected).lstrip()
+
+
+@pytest.mark.core
+def test_a_loop_that_prints_keeps_its_carries() -> None:
+    def printing(x: jax.Array) -> Any:
+        def body(carry: Any) -> Any:
+            jax.debug.print("{}", carry[2])
+            return carry[0] + 1, carry[1] * 2, carry[2] + 1
+
+        return lax.while_loop(lambda carry: carry[0] < 5, body, (0, x, x))[1]
+
+    (loop,) = (op for op in trace(printing, array(4)).graph.ops if op.name == "while")
+    assert len(loop.outputs) == 3
 
 
 @pytest.mark.core

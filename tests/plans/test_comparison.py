@@ -76,6 +76,13 @@ def test_scalars_are_left_out() -> None:
     assert compare(pieces, pieces, SIZES, ignore_scalars_below=0).matched == 2
 
 
+def test_a_scalar_that_lacks_the_padding_of_its_counterpart_stays() -> None:
+    padded, small = Collective("all-gather", ("y",), 64, op="op1"), Collective("all-gather", ("y",), 56, op="op1")
+    result = compare([padded], [small], SIZES)
+    assert (result.predicted_only, result.emitted_only) == ((padded,), (small,))
+    assert compare([padded], [padded, small], SIZES).emitted_only == ()
+
+
 @pytest.mark.parametrize(
     ("predicted", "emitted", "joined"),
     [

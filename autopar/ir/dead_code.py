@@ -1,0 +1,111 @@
+"""Dead code of a jaxpr: equations that no result needs, branches that no step takes, carries that only a loop reads.
+
+JAX removes the first, also inside `scan`, `cond` and rematerialised bodies. A `cond` whose index is a constant becomes
+a call of the branch that it takes. Of a `while` JAX keeps every carry. A carry is live if
+
+    its result is read behind the loop, or the condition reads it, or the next value of a live carry depends on it
+
+which is a least fixed point, found by adding carries until none is missing. XLA removes the same branches and carries
+(`ConditionalSimplifier`, `WhileLoopSimplifier`), so that a plan which priced them would not be the plan that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.extend.core as jex
+from jax.extend.core.primitives import closed_call_p
+
+from autopar import jax_compat
+
+
+def eliminate_dead_code(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The same program without dead equations and dead carries; arguments are all kept.
+
+    Loops with side effects keep their carries.
+    """
+    while True:
+        jaxpr = jax_compat.eliminate_dead_code(jaxpr)
+        smaller = _smaller(jaxpr.jaxpr)
+        if smaller is None:
+            return jaxpr
+        jaxpr = jex.ClosedJaxpr(smaller, jaxpr.consts)
+
+
+def _smaller(jaxpr: Any) -> Any | None:
+    """A jaxpr in which no loop, at any depth, has a dead carry and no branch is never taken; None if that is so."""
+    read = {id(v) for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))}
+    changed = {i: e for i, e in enumerate(_smaller_equation(e, read) for e in jaxpr.eqns) if e is not None}
+    return jaxpr.replace(eqns=[changed.get(i, e) for i, e in enumerate(jaxpr.eqns)]) if changed else None
+
+
+def _smaller_equation(equation: jex.JaxprEqn, read: set[int]) -> jex.JaxprEqn | None:
+    """An equation without dead carries and branches, in its bodies too; None if it has none.
+
+    `read` holds the identities of the variables that are read.
+    """
+    if equation.primitive.name == "cond" and isinstance(index := equation.invars[0], jex.Literal):
+        return _taken_branch(equation, int(index.val))
+    params = {name: _smaller_param(value) for name, value in equation.params.items()}
+    changed = {name: value for name, value in params.items() if value is not None}
+    if changed:
+        equation = equation.replace(params={**equation.params, **changed})
+    loop = equation.primitive.name == "while" and not equation.effects
+    smaller = _live_loop(equation, [id(v) in read for v in equation.outvars]) if loop else None
+    return smaller or (equation if changed else None)
+
+
+def _smaller_param(value: Any) -> Any | None:
+    """A parameter of an equation with its jaxprs made smaller; None if none is."""
+    if isinstance(value, jex.ClosedJaxpr):
+        inner = _smaller(value.jaxpr)
+        return None if inner is None else jex.ClosedJaxpr(inner, value.consts)
+    if isinstance(value, jex.Jaxpr):
+        return _smaller(value)
+    if type(value) is tuple:
+        items = [_smaller_param(item) for item in value]
+        if any(item is not None for item in items):
+            return tuple(old if new is None else new for old, new in zip(value, items, strict=True))
+    return None
+
+
+def _taken_branch(equation: jex.JaxprEqn, index: int) -> jex.JaxprEqn:
+    """A call of the branch that a `cond` with this constant index takes; an index out of range is clamped."""
+    branches = equation.params["branches"]
+    branch = branches[min(max(index, 0), len(branches) - 1)]
+    return equation.replace(primitive=closed_call_p, invars=equation.invars[1:], params={"call_jaxpr": branch})
+
+
+def _live_loop(equation: jex.JaxprEqn, live: list[bool]) -> jex.JaxprEqn | None:
+    """A `while` equation without its dead carries, None if it has none; `live`: whether each result is read."""
+    params = equation.params
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    _, of_condition = jax_compat.live_part(condition, [True])
+    live = [a or b for a, b in zip(live, of_condition[first:], strict=True)]
+    while True:
+        _, of_body = jax_compat.live_part(body, live)
+        needed = [a or b for a, b in zip(live, of_body[params["body_nconsts"] :], strict=True)]
+        if needed == live:
+            break
+        live = needed
+    if all(live):
+        return None
+    live_condition, _ = jax_compat.live_part(condition, [True], [*[True] * first, *live])
+    live_body, of_body = jax_compat.live_part(body, live, [*[False] * params["body_nconsts"], *live])
+    kept = [*[True] * first, *of_body[: params["body_nconsts"]], *live]
+    return equation.replace(
+        invars=list(_where(equation.invars, kept)),
+        outvars=list(_where(equation.outvars, live)),
+        params={
+            **params,
+            "cond_jaxpr": live_condition,
+            "body_jaxpr": live_body,
+            "body_nconsts": sum(kept[first:second]),
+        },
+    )
+
+
+def _where(items: Iterable[Any], mask: Iterable[bool]) -> Iterable[Any]:
+    return (item for item, kept in zip(items, mask, strict=True) if kept)
