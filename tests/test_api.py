@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import autopar
 from autopar.api import gather, parallelize
-from autopar.errors import ArgumentError, AutoparWarning
+from autopar.errors import ArgumentError, AutoparWarning, MeshError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan
 from tests.programs.real_programs import array, loss, sgd, two_layers
@@ -234,6 +234,11 @@ def test_planning_needs_no_devices() -> None:
         (4, 16), alpha=(1e-5, 1e-6), beta=(1e-10, 1e-11), peak_flops=1e14, memory_bandwidth=1e12, memory_bytes=8e10
     )
     assert autopar.plan(plain, *shapes, cluster=cluster, mesh=(4, 16)).mesh_sizes == (4, 16)
+    for stages in (1, 2):
+        step = parallelize(plain, cluster=cluster, mesh=(4, 16), stages=stages)
+        assert step.plan(*shapes).mesh_sizes == (4, 16)
+        with pytest.raises(MeshError, match="needs 64 devices to run on, but only 8 are here"):
+            step.compiled(*shapes)
 
 
 # Arrays that lie somewhere already

@@ -157,5 +157,9 @@ def submeshes(mesh: Any, parts: Sequence[Sequence[int]]) -> tuple[Any, ...]:
 
 
 def memory_kinds(target: Target) -> tuple[str, ...]:
-    """The kinds of memory that the devices here can address; MeshError as for `concrete`."""
-    return jax_compat.memory_kinds(concrete(target).flat[0])
+    """The kinds of memory that the devices here can address; those of the cluster's if too few are here to run on."""
+    try:
+        devices = concrete(target)
+    except MeshError:
+        return jax_compat.DEVICE_MEMORY, jax_compat.HOST_MEMORY
+    return jax_compat.memory_kinds(devices.flat[0])
