@@ -203,6 +203,11 @@ def name_stack(scopes: str) -> Any:
     return source_info_util.new_name_stack(*[scopes] if scopes else [])
 
 
+def puts_into_sharding(equation: jex.JaxprEqn) -> bool:
+    """Whether an equation is a `device_put` into a sharding or a kind of memory. Tried on 0.10.2 and 0.12.0."""
+    return any(not isinstance(d, jax.Device | None) for d in equation.params.get("devices", ()))
+
+
 def without_source(equation: jex.JaxprEqn) -> jex.JaxprEqn:
     """The equation without the Python frames that recorded it. Tried on 0.10.2."""
     return equation.replace(source_info=source_info_util.new_source_info())

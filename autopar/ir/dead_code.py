@@ -1,7 +1,8 @@
 """Dead code of a jaxpr: equations that no result needs, branches that no step takes, carries that only a loop reads.
 
 JAX removes the first, also inside `scan`, `cond` and rematerialised bodies. A `cond` whose index is a constant becomes
-a call of the branch that it takes. Of a `while` JAX keeps every carry. A carry is live if
+a call of the branch that it takes, and a `custom_linear_solve` one of its solver. Of a `while` JAX keeps every carry. A
+carry is live if
 
     its result is read behind the loop, or the condition reads it, or the next value of a live carry depends on it
 
@@ -41,12 +42,14 @@ def _smaller(jaxpr: Any) -> Any | None:
 
 
 def _smaller_equation(equation: jex.JaxprEqn, read: set[int]) -> jex.JaxprEqn | None:
-    """An equation without dead carries and branches, in its bodies too; None if it has none.
+    """An equation without dead carries and functions, in its bodies too; None if it has none.
 
     `read` holds the identities of the variables that are read.
     """
     if equation.primitive.name == "cond" and isinstance(index := equation.invars[0], jex.Literal):
         return _taken_branch(equation, int(index.val))
+    if equation.primitive.name == "custom_linear_solve":
+        return _solve_alone(equation)
     params = {name: _smaller_param(value) for name, value in equation.params.items()}
     changed = {name: value for name, value in params.items() if value is not None}
     if changed:
@@ -75,6 +78,14 @@ def _taken_branch(equation: jex.JaxprEqn, index: int) -> jex.JaxprEqn:
     branches = equation.params["branches"]
     branch = branches[min(max(index, 0), len(branches) - 1)]
     return equation.replace(primitive=closed_call_p, invars=equation.invars[1:], params={"call_jaxpr": branch})
+
+
+def _solve_alone(equation: jex.JaxprEqn) -> jex.JaxprEqn:
+    """A call of the function that solves; those that multiply, and solve the transpose, are for differentiation."""
+    constants, functions = equation.params["const_lengths"], equation.params["jaxprs"]
+    first, end = constants.matvec + constants.vecmat, sum(constants)
+    operands = [*equation.invars[first : first + constants.solve], *equation.invars[end:]]
+    return equation.replace(primitive=closed_call_p, invars=operands, params={"call_jaxpr": functions.solve})
 
 
 def _live_loop(equation: jex.JaxprEqn, live: list[bool]) -> jex.JaxprEqn | None:

@@ -25,9 +25,10 @@ from autopar import jax_compat
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type
 
-#: Primitives whose result is their operand once a program is differentiated. As operations they would give one value
-#: two names, and the value would be moved twice.
-SAME_VALUES = ("stop_gradient",)
+#: Primitives whose results are their operands once a program is differentiated. As operations they would give one value
+#: two names, and the value would be moved twice. `device_put` is one where it names no sharding: a compiled program has
+#: its values where its shardings say.
+SAME_VALUES = ("stop_gradient", "device_put")
 
 
 @dataclass
@@ -161,7 +162,7 @@ def _emit(
         inner = jax_compat.callee(equation)
         if inner is not None:
             _inline(b, equation, inner, operands, env, pending_ops, stack, callers)
-        elif equation.primitive.name in SAME_VALUES:
+        elif equation.primitive.name in SAME_VALUES and not jax_compat.puts_into_sharding(equation):
             env.update(zip(equation.outvars, operands, strict=True))
         else:
             pending_ops.append(_pending_op(b, equation, operands, env, stack, callers))
@@ -178,7 +179,7 @@ def _inline(
     callers: _Callers,
 ) -> None:
     local: dict[Any, Atom] = dict(zip(inner.jaxpr.invars, operands, strict=True))
-    # Closed-over arrays of inner calls become constants of the whole graph.
+    # Closed-over arrays of inner calls become constants of the graph or region that the call is in.
     b.constants.extend(_constants(b, inner, local))
     _emit(b, inner.jaxpr.eqns, local, pending_ops, stack, (*callers, equation.source_info))
     for var, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
@@ -236,7 +237,9 @@ def _region(b: _Builder, name: str, jaxpr: jex.ClosedJaxpr, stack: Any, callers:
     env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
     constants = _constants(b, jaxpr, env)
     pending_ops: list[_PendingOp] = []
+    around, b.constants = b.constants, []
     _emit(b, jaxpr.jaxpr.eqns, env, pending_ops, stack, callers)
+    constants, b.constants = (*constants, *b.constants), around
     return name, inputs, tuple(pending_ops), tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars), constants
 
 

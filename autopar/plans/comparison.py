@@ -103,12 +103,17 @@ def compare(
 
 
 def _without_scalars(left: list[Collective], right: list[Collective], limit: int) -> list[list[Collective]]:
-    """Both sides without pieces below a limit, except where an operation has a larger piece on the other side alone."""
-    large = [{(c.kind, c.op) for c in side if c.bytes >= limit and c.op} for side in (left, right)]
-    alone = (large[1] - large[0], large[0] - large[1])
+    """Both sides without pieces below a limit, except where the same operation's piece on the other side is padded.
+
+    That is, at least as large as the limit, and less than twice as large as the small piece.
+    """
+
+    def is_padded(c: Collective, other: Sequence[Collective]) -> bool:
+        return any((d.kind, d.op) == (c.kind, c.op) and limit <= d.bytes < 2 * c.bytes for d in other)
+
     return [
-        [c for c in side if c.bytes >= limit or (c.kind, c.op) in other]
-        for side, other in zip((left, right), alone, strict=True)
+        [c for c in side if c.bytes >= limit or (c.op and is_padded(c, other))]
+        for side, other in ((left, right), (right, left))
     ]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 
 from autopar.ir.trace import trace
 from tests.programs.real_programs import array
@@ -83,6 +84,12 @@ def dead_carry(x: jax.Array, y: jax.Array) -> Any:
 
 def dead_carry_in_a_body(x: jax.Array, y: jax.Array) -> Any:
     return lax.scan(lambda c, _: (c + dead_carry(x, y), None), x, None, length=2)[0]
+
+
+def placed(x: jax.Array, y: jax.Array) -> Any:
+    """As in `jax.scipy.sparse.linalg.cg`."""
+    x, y = jax.device_put((x, y))
+    return jax.device_put(x, jax.devices()[0]) * 2, y
 
 
 def constant_condition(x: jax.Array) -> Any:
@@ -260,6 +267,15 @@ GRAPHS = {
         }
         """,
     ),
+    placed: (
+        (array(4), array(5)),
+        """
+        graph(%0: f32[4] "x", %1: f32[5] "y") {
+          %2: f32[4] = mul(%0, 2.0:f32[])  # forward
+          return %2 "0", %1 "1"
+        }
+        """,
+    ),
     constant_condition: (
         (array(4),),
         """
@@ -277,6 +293,26 @@ GRAPHS = {
 def test_graph(fn: Any) -> None:
     args, expected = GRAPHS[fn]
     assert text(fn, *args) == dedent(expected).lstrip()
+
+
+@pytest.mark.core
+def test_constants_of_a_call_in_a_loop_belong_to_the_loop() -> None:
+    """The adjoint of `odeint` calls a function with constants in the body of a scan."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jax.grad(lambda w: odeint(lambda y, t: jnp.tanh(w * y), x, jnp.linspace(0.0, 1.0, 3))[-1].sum())(w)
+
+    graph = trace(step, array(4), array(4)).graph
+
+    def check(known: set[int], ops: Any) -> None:
+        for op in ops:
+            assert {a for a in op.inputs if isinstance(a, int)} <= known, op
+            for region in op.regions:
+                check({*region.inputs, *(value for value, _ in region.constants)}, region.ops)
+            known |= {*op.outputs}
+
+    check({*graph.inputs, *(value for value, _ in graph.constants)}, graph.ops)
+    assert any(region.constants for op in graph.walk() for region in op.regions)
 
 
 @pytest.mark.core
