@@ -462,9 +462,8 @@ class _Emitter:
         first = op.params["cond_nconsts"]
         operands = [*operands[:first], *in_states(operands[first:], bodies[1].input_states)]
         test, body = map(self._body_function, bodies)
-        return control_flow.while_loop(
-            op, operands, test, body, batched=False
-        )  # a batched condition never runs on blocks
+        batched = self.graph.type_of(op.regions[0].outputs[0]).rank > 0
+        return control_flow.while_loop(op, operands, test, body, batched=batched)
 
     def cond(self, op: Op, bodies: Sequence[BlockBody], operands: Sequence[Any]) -> list[Any]:
         return control_flow.cond(operands, [self._body_function(body) for body in bodies])

@@ -5,10 +5,10 @@ in the least states that an iteration reproduces,
 
     carry_0 = state of the initial value,    carry_{i+1} = join(carry_i, state after the body with carry_i)
 
-until nothing changes; the lattice is finite, so that this ends after at most (number of carries + 1) rounds ->
-_fixpoint A `while` likewise, if its condition is invariant
--> _while Branches of a `cond` on an invariant predicate run on blocks if all branches do and their results have a join
--> _cond
+until nothing changes; the lattice is finite, so that this ends after at most (number of carries + 1) rounds
+                                                                                                            -> _fixpoint
+A `while` runs on blocks likewise, if its condition is invariant, or a truth value for each example         -> _while
+Branches of a `cond` on an invariant predicate do if all branches do and their results have a join          -> _cond
 
 Rematerialised bodies run once, on values of their surroundings, so that their operations can be treated as operations
 of the surroundings: some may leave the loop over microbatches while others stay. `flatten` inlines them and records
@@ -254,28 +254,44 @@ def _operand_state(result: RuleResult, position: int, state: State, stacked: boo
 
 
 def _while(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleResult | None:
-    """A while loop whose number of iterations is the same for all examples."""
-    condition, region = op.regions
-    condition_constants, body_constants = op.params["cond_nconsts"], op.params["body_nconsts"]
-    first_carry = condition_constants + body_constants
-    fixed, carries = states[condition_constants:first_carry], states[first_carry:]
-    body = _fixpoint(graph, region, fixed, carries, (), count)
-    if not isinstance(body, BlockBody):
+    """A while loop whose number of iterations is the same for all examples, or one under `vmap`.
+
+    Under `vmap` the condition has a truth value for each example. An example for which it is false keeps its carries,
+    however many iterations the others take. So the examples of a block loop by themselves, with equal results.
+    """
+    first_carry = op.params["cond_nconsts"] + op.params["body_nconsts"]
+    of_examples = graph.type_of(op.regions[0].outputs[0]).rank > 0
+    bodies = _while_bodies(graph, op, states, states[first_carry:], count)
+    if of_examples and bodies is not None and isinstance(examples := bodies[0].output_states[0], Split):
+        carries = [examples if isinstance(s, Invariant) else s for s in bodies[1].output_states]
+        bodies = _while_bodies(graph, op, states, carries, count) if {*carries} == {examples} else None
+    if bodies is None:
         return None
-    test = analyse_region(graph, condition, [*states[:condition_constants], *body.output_states], count)
-    if (
-        isinstance(test, Op)
-        or not isinstance(test.output_states[0], Invariant)
-        or graph.type_of(condition.outputs[0]).rank
-    ):
+    test, body = bodies
+    runs, carried = test.output_states[0], body.output_states
+    if not (isinstance(runs, Split) and {*carried} == {runs} if of_examples else isinstance(runs, Invariant)):
         return None
-    carried = enumerate(body.output_states, first_carry)
-    slices = {i: s for i, s in carried if isinstance(s, Split) and isinstance(states[i], Invariant)}
+    slices = {
+        i: s for i, s in enumerate(carried, first_carry) if isinstance(s, Split) and isinstance(states[i], Invariant)
+    }
     return RuleResult(
-        body.output_states,
+        carried,
         slices,
         body=(_push_slices_down(graph, test, (), count), _push_slices_down(graph, body, (), count)),
     )
+
+
+def _while_bodies(
+    graph: Graph, op: Op, states: Sequence[State], carries: Sequence[State], count: int
+) -> tuple[BlockBody, BlockBody] | None:
+    """A while loop's condition and body on blocks, the carries as in `_fixpoint`; None if they cannot run on blocks."""
+    condition, region = op.regions
+    first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
+    body = _fixpoint(graph, region, states[first : first + second], carries, (), count)
+    if not isinstance(body, BlockBody):
+        return None
+    test = analyse_region(graph, condition, [*states[:first], *body.output_states], count)
+    return None if isinstance(test, Op) else (test, body)
 
 
 def _cond(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleResult | None:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import PinError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op, Type
-from autopar.ir.layout import Layout, divides, from_spec
+from autopar.ir.layout import Layout, divides, from_spec, replicated
 
 Pins = Mapping[str, PartitionSpec]
 
@@ -140,7 +140,7 @@ def constraint(op: Op, type_: Type, mesh: LogicalMesh) -> tuple[Layout, tuple[in
 
 
 def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, what: str) -> Layout:
-    """The layout of a spec on a value of this type.
+    """The layout of a spec on a value of this type; an empty value is replicated (`strategies.layouts_of`).
 
     Args:
         what: names the pin in messages.
@@ -164,7 +164,7 @@ def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, wha
     if not divides(layout, type_.shape, mesh.sizes):
         sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
         raise PinError(f"{what}: {partition} does not divide {type_} on the mesh {sizes}")
-    return layout
+    return replicated(len(mesh.sizes)) if 0 in type_.shape else layout
 
 
 def _check_order(partition: PartitionSpec, mesh: LogicalMesh, what: str) -> None:

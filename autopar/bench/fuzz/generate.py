@@ -44,6 +44,7 @@ FROZEN_MOVES: tuple[Move, ...] = (
     shapes.window, indexing.table, indexing.own_label, indexing.own_label, indexing.along_axis, indexing.columns,
     indexing.columns, indexing.scatter_columns, indexing.segments, indexing.slices_of_examples, totals.total,
     totals.wrapped_total, totals.narrow_total, totals.flags, library.each, library.each, library.count,
+    regions.loop_of_each, regions.loop_of_each,
 )  # fmt: skip
 ACROSS_MOVES: tuple[Move, ...] = (
     shapes.across, totals.single_total, indexing.gathered_total, regions.chain, regions.chain, totals.by_product,

@@ -425,6 +425,31 @@ def mapped(scope: Scope, moves: Moves) -> None:
     scope.emit(f"jax.vmap({{b0}}, in_axes={d}, out_axes={out})({{0}})", value, bodies=(block,), **facts)
 
 
+#: Loops of one example x, each with its own number of iterations: what they carry besides a counter, one iteration, and
+#: whether there are more.
+EACH = (
+    ("x", "jnp.tanh(c[0] + 0.5 * x)", "jnp.sum(x > 0.1) % 5"), ("jnp.zeros_like(x)", "c[0] * 0.5 + x", "x.size % 3"),
+    ("jnp.ones_like(x)", "jnp.where(x > 0, c[0] + x, c[0])", "jnp.sum(x > -0.3) % 4"),
+)  # fmt: skip
+EACH_INTEGERS = (
+    ("x", "c[0] * 3 + x", "jnp.sum(x % 3 == 1) % 4"), ("jnp.zeros_like(x)", "c[0] ^ (x + 1)", "jnp.max(x % 5)"),
+)  # fmt: skip
+
+
+def loop_of_each(scope: Scope) -> None:
+    """A loop for each example, under `vmap`: its carry behind the loop, or how often it has run."""
+    value = scope.find(of_rank(1, 3), lambda v: v.kind in "if" and v.batch is not None and v.folded == (1, 1))
+    if value is None:
+        return
+    begin, iteration, most = scope.rng.choice(EACH_INTEGERS if value.kind == "i" else EACH)
+    loop = f"lax.while_loop(lambda c: c[1] < {most}, lambda c: ({iteration}, c[1] + 1), ({begin}, 0))"
+    d = value.batch
+    code = f"jax.vmap(lambda x: {loop}, in_axes={d}, out_axes=({d}, 0))({{0}})"
+    counts = scope.chance(0.4)
+    facts: dict[str, Any] = {**_facts_of(value), "batch": 0 if counts else d, "smooth": False}
+    scope.emit(f"{code}[{int(counts)}]", scope.stopped(value) if value.kind == "f" else value, **facts)
+
+
 def accumulate(scope: Scope, moves: Moves) -> None:
     """A loop that hardly does more than add up totals: it is quickly compiled, and what adds up there is delicate."""
     scope.rng.choice((scan, scan, while_loop))(scope, replace(moves, least=0, most=1))

@@ -117,6 +117,48 @@ def test_fill_values_of_a_gather_from_a_sum_count_once(region: str, dtype: str, 
     np.testing.assert_array_equal(got, step(x))
 
 
+# Loops
+
+
+def until(limit: Any, begin: Any, iteration: Any) -> Any:
+    """A loop on a value and a counter, which runs while the value is below a limit."""
+    return jax.lax.while_loop(lambda c: jnp.max(c[0]) < limit, lambda c: (iteration(c[0]), c[1] + 1), (begin, 0))
+
+
+#: Steps with a loop for each example x, whose numbers of iterations differ.
+LOOPS_OF_EXAMPLES: dict[str, Any] = {
+    "begins with the example": lambda xs: jax.vmap(lambda x: until(100, x, lambda c: 2 * c + x))(xs),
+    "begins with a constant": lambda xs: jax.vmap(lambda x: until(x[0], jnp.zeros(3), lambda c: c + 1))(xs),
+    "examples behind": lambda xs: jax.vmap(lambda x: until(100, x, lambda c: 3 * c), in_axes=1, out_axes=(1, 0))(xs.T),
+    "loops of loops": lambda xs: jax.vmap(jax.vmap(lambda x: until(100, x, lambda c: 2 * c + x)))(xs),
+    "in a scan": scanned(lambda xs, i: jax.vmap(lambda x: until(50 + i, x, lambda c: 2 * c))(xs)[1].sum()),
+    "so many times": lambda xs: jax.vmap(lambda x: jax.lax.fori_loop(0, x[0].astype(int), lambda i, c: c * i - x, x))(
+        xs
+    ),
+}
+
+
+@pytest.mark.parametrize("title", LOOPS_OF_EXAMPLES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_loop_for_each_example_runs_in_microbatches(title: str, count: int) -> None:
+    """The examples of a microbatch loop until they have ended, not until all examples have."""
+    step, x = LOOPS_OF_EXAMPLES[title], jnp.arange(1.0, 25.0).reshape(8, 3)
+    divided, got = in_microbatches(step, x, count=count)
+    assert "while" in in_loop(divided)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(step(x)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_loop_until_all_examples_have_ended_needs_the_whole_batch() -> None:
+    def step(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c.max() < 100, lambda c: 2 * c, x)
+
+    x = jnp.arange(1.0, 9.0)
+    divided, got = in_microbatches(step, x)
+    assert "while" not in in_loop(divided)
+    np.testing.assert_array_equal(got, step(x))
+
+
 # Sums
 
 
