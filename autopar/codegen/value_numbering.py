@@ -51,7 +51,8 @@ def number_values(emitter: StageEmitter, interfaces: ProgramInterfaces, fresh: I
     blocks = {(v, None) for v in graph.blocks.values()} | {(graph.index, None)}
     whole = _Numbering({**graph.whole, **graph.arguments}, fresh)
     sent = {*graph.sent.values()}  # the array sent to another stage may have another layout than the one that stays
-    local = _Numbering({**{v: a for v, a in graph.local.items() if v not in sent}, **graph.received}, fresh)
+    # what is received comes first: a value of this stage may be the same array, such as its conversion to its own type
+    local = _Numbering({**graph.received, **{v: a for v, a in graph.local.items() if v not in sent}}, fresh)
     updates = _Numbering(graph.made, fresh)
     for kind in PASS_KINDS:
         for key in interfaces.reads[kind]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import jax_compat
+from autopar.api import parallelize
 from autopar.codegen.stage_programs import StageEmitter, even, program_interfaces
 from autopar.ir.layout import cuts, divides
 from autopar.passes.stages.divide import PASS_KINDS
 from tests.passes.stages.test_cost import mesh, plans_of
+from tests.programs.real_programs import array
+from tests.programs.test_real_programs import assert_equal
 
 
 @given(st.data())
@@ -54,3 +60,18 @@ def test_arrays_of_partial_sums_have_dimensions_in_front() -> None:
             if -2 in (plan.layout(key[0]) or ()):  # pyright: ignore[reportArgumentType]
                 assert emitter.lead(key) == (4,)  # pyright: ignore[reportArgumentType]
                 assert emitter.sharding(key).spec[0] == "x"  # pyright: ignore[reportArgumentType]
+
+
+def test_a_received_value_may_be_another_of_its_stage() -> None:
+    """Its conversion to its own type is no operation in the program of the stage: both are one array."""
+
+    def step(w: jax.Array, batch: dict[str, jax.Array]) -> Any:
+        loops = jax.vmap(lambda n: jax.lax.while_loop(lambda c: c < n, lambda c: c + 1, 0))(batch["n"])
+        hidden = jnp.tanh(batch["x"] @ w)
+        return jnp.tensordot(batch["x"], 1 - hidden * hidden, ((0,), (0,))), jnp.prod(loops, dtype=loops.dtype)
+
+    with jax.enable_x64(True):
+        args = array(3, 5), {"x": array(8, 3), "n": jnp.arange(8) % 3 + 1}
+        run = parallelize(step, mesh=(2,), stages=2, batch_argnums=1, donate_argnums=())
+        assert run.plan(*args).num_microbatches > 1
+        assert_equal(run(*args), jax.jit(step)(*args))

@@ -304,12 +304,12 @@ def test_constants_of_a_call_in_a_loop_belong_to_the_loop() -> None:
 
     graph = trace(step, array(4), array(4)).graph
 
-    def check(known: set[int], ops: Any) -> None:
+    def check(defined: set[int], ops: Any) -> None:
         for op in ops:
-            assert {a for a in op.inputs if isinstance(a, int)} <= known, op
+            assert {a for a in op.inputs if isinstance(a, int)} <= defined, op
             for region in op.regions:
                 check({*region.inputs, *(value for value, _ in region.constants)}, region.ops)
-            known |= {*op.outputs}
+            defined |= {*op.outputs}
 
     check({*graph.inputs, *(value for value, _ in graph.constants)}, graph.ops)
     assert any(region.constants for op in graph.walk() for region in op.regions)

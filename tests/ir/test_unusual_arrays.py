@@ -110,5 +110,5 @@ def test_empty_arrays_run(title: str) -> None:
     fn, shapes = EMPTY[title]
     args = [array(*shape) for shape in shapes]
     pins = {f"arg:{i}": P("x") for i, shape in enumerate(shapes) if shape[0] % 8 == 0}
-    for options in ({}, {"pins": pins}):
-        assert_equal(parallelize(fn, mesh=(8,), donate_argnums=(), **options)(*args), jax.jit(fn)(*args))
+    for pinned in ({}, pins):
+        assert_equal(parallelize(fn, mesh=(8,), donate_argnums=(), pins=pinned)(*args), jax.jit(fn)(*args))
