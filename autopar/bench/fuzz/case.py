@@ -5,8 +5,8 @@
     meshes          sharded over two meshes of 8 virtual devices: on one the examples come sharded, on the other the
                     planner is free
 
-A program counts as refused where autopar says why it does not run so, with an error of its own, or where `jax.jit` does
-not compile the plain step; any other error is a failure, as is a difference (`compare`).
+A program counts as refused where autopar says why it does not run in microbatches or under a schedule, or where
+`jax.jit` does not compile the plain step; any other error is a failure, as is a difference (`compare`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Case:
         """What `make` gives; None, with a note why, where it raises."""
         try:
             return make()
-        except AutoparError as error:
+        except (MicrobatchError, ScheduleError) as error:
             self.refusals[variant] = reason(error)
         except Exception as error:
             self.failures[variant] = failure(error)
