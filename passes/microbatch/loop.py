@@ -447,9 +447,11 @@ class _Emitter:
 
     def body_result(self, atom: Atom, wanted: State) -> Any:
         """A body's result in the state in which the body returns it."""
-        array = self.local[atom] if isinstance(atom, int) else atom.value
-        if isinstance(wanted, Split) and isinstance(state_of(atom, self.states), Invariant):
+        array, state = self.local[atom] if isinstance(atom, int) else atom.value, state_of(atom, self.states)
+        if isinstance(wanted, Split) and isinstance(state, Invariant):
             return slice_block(jnp.asarray(array), wanted, self.count, self.index)
+        if wanted == SUM and isinstance(state, Invariant):
+            array = jnp.where(self.index == 0, array, jnp.zeros_like(array))
         return in_states([array], [wanted])[0]
 
     def _body_function(self, body: BlockBody) -> control_flow.BodyFunction:

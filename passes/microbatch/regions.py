@@ -27,7 +27,7 @@ from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.passes.microbatch.rule_types import ConstantComponent, Operands, RuleResult, no_constants
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
-from autopar.passes.microbatch.states import INVARIANT, ZERO, Invariant, Split, State, join
+from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Split, State, join
 from autopar.passes.microbatch.table import apply_table, invariant_results
 
 
@@ -313,7 +313,12 @@ def _cond(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleRe
 
 
 def _join_all(states: Sequence[State]) -> State | None:
-    """The join of a result's states in all branches; None if there is none."""
+    """The join of a result's states in all branches; None if there is none.
+
+    An invariant beside parts of a sum counts once: it is the part of the first block, and the others are zero.
+    """
+    if all(isinstance(state, Invariant) or state == SUM for state in states) and SUM in states:
+        return SUM
     joined: State | None = states[0]
     for state in states[1:]:
         joined = None if joined is None else join(joined, state)

@@ -159,6 +159,22 @@ def test_a_loop_until_all_examples_have_ended_needs_the_whole_batch() -> None:
     np.testing.assert_array_equal(got, step(x))
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+def test_one_branch_adds_up_and_another_returns_what_is_known(dtype: str, chosen: int) -> None:
+    """As an estimate of the curvature that is renewed every so many steps. What is known counts once."""
+
+    def step(estimate: Any, step_number: Any, x: Any) -> Any:
+        branches = (lambda: x.sum(0, dtype=x.dtype), lambda: 2 * estimate, lambda: jnp.zeros_like(estimate))
+        return jax.lax.switch(step_number, branches)
+
+    estimate, x = jnp.array([3, 50, 7]).astype(dtype), jnp.asarray((BITS % 60).astype(dtype))
+    divided, got = in_microbatches(step, estimate, np.int32(chosen), x)
+    assert "cond" in in_loop(divided)
+    assert got.dtype == estimate.dtype
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(step(estimate, chosen, x)))
+
+
 # Sums
 
 
