@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import jax
 
-from autopar.ir.dead_code import eliminate_dead_code
 from autopar.ir.jaxpr import build_graph
+from autopar.ir.simplify import simplified
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import StepPrograms
@@ -44,4 +44,4 @@ def accumulate_gradients(
     )
     jaxpr = jax.make_jaxpr(lambda *leaves: programs.step(leaves))(*traced.in_avals)
     paths, results = traced.graph.input_paths, traced.graph.output_paths
-    return replace(traced, graph=build_graph(eliminate_dead_code(jaxpr), paths, results))
+    return replace(traced, graph=build_graph(simplified(jaxpr), paths, results))

@@ -101,6 +101,10 @@ class Emitter:
         if op.name == "sharding_constraint":
             return list(operands)  # a pin: the value's planned layout is the same constraint
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+            if op.name == "reduce":
+                # XLA loses the value that the reduction begins with where its operand is joined from pieces of one
+                # element, also in plain `jax.jit` (jaxlib 0.10.2 and 0.12.0, CPU)
+                operands = jax.lax.optimization_barrier(tuple(operands))
             bind = _bind_locally(self.context, op) if op.name in SHARD_MAPPED else partial(jax_compat.bind, op.equation)
             results = list(bind(operands))
             return [_with_nan(op, operands[0], results[0])] if self.context.may_lose_nan(op) else results

@@ -91,7 +91,7 @@ LINEAR_UNARY = (*RELAYOUTS, "copy", "broadcast_in_dim", "slice", "neg")
 #: Operations that run as LAPACK kernels on CPU, or contain one.
 LAPACK = (
     *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"),
-    *("triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"),
+    *("triangular_solve", "tridiagonal", "tridiagonal_solve"),
 )
 #: Kernels that the user or a library brings along.
 KERNEL_CALLS = ("pallas_call", "ffi_call")

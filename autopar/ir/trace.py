@@ -23,10 +23,10 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, PinError, TraceError
 from autopar.ir import arguments, explicit, mutation
 from autopar.ir.arguments import flatten
-from autopar.ir.dead_code import eliminate_dead_code
 from autopar.ir.graph import Graph
 from autopar.ir.jaxpr import build_graph
 from autopar.ir.reachable import reaches
+from autopar.ir.simplify import simplified
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     jaxpr = jaxpr if mesh is None else explicit.to_auto_axes(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = _output_paths(out_shape, names)
-    graph = build_graph(eliminate_dead_code(jaxpr), paths, out_paths)
+    graph = build_graph(simplified(jaxpr), paths, out_paths)
     pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
     out_avals = tuple(_typed(leaf, None) for leaf in out_leaves)
     return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)

@@ -34,7 +34,6 @@ class Rule:
         reduced: factors summed over: sharded along them, the operation leaves partial sums.
         need_replication: factors along which the operation cannot be sharded.
         origin: "shardy", "autopar", or "user".
-        unread: positions of operands that the operation does not read, whatever their layout.
     """
 
     operands: tuple[Dims, ...]
@@ -43,7 +42,6 @@ class Rule:
     reduced: tuple[int, ...] = ()
     need_replication: tuple[int, ...] = ()
     origin: str = "shardy"
-    unread: tuple[int, ...] = ()
 
     @property
     def free(self) -> tuple[int, ...]:

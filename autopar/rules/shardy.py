@@ -10,7 +10,6 @@ fill, argsort, cumsum); their factors are then unified along the values between 
     reduced, need_replication          if so in any of the StableHLO operations                   -> _Reader
     factors of one side only           need replication: a Cholesky factor's (i, j) -> (k, l)     -> _unmatched
     the bits of a random key           dimensions that only the lowered form has; need replication -> _Reader.logical
-    operands without a reader          such as the matrix of a linear solve, that has its factors -> _Reader.unread
 """
 
 from __future__ import annotations
@@ -81,10 +80,9 @@ def read_rules(ops: Sequence[Op], operand_avals: Sequence[Sequence[Any]]) -> tup
         reader = _Reader(module)
         arguments = reader.arguments("main")
         results = reader.visit("main", arguments)
-        unread = reader.unread("main")
     arguments = reader.logical(arguments, [len(a.shape) for a in flat])
     results = reader.logical(results, [len(v.aval.shape) for op in ops for v in op.equation.outvars])
-    return _split_by_op(reader, arguments, results, counts, result_counts, unread)
+    return _split_by_op(reader, arguments, results, counts, result_counts)
 
 
 def _lower(ops: Sequence[Op], flat: Sequence[Any], counts: Sequence[int]) -> tuple[Any, list[int]]:
@@ -119,18 +117,6 @@ class _Reader:
         """A new factor for every dimension of the arguments of one function."""
         block = self._functions[name].regions[0].blocks[0]
         return [[self.unify.new(size) for size in _shape(argument)] for argument in block.arguments]
-
-    def unread(self, name: str) -> list[bool]:
-        """For each argument of one function: whether no operation in it, or in functions that it calls, reads the
-        argument.
-        """
-        block = self._functions[name].regions[0].blocks[0]
-        return [all(map(self._is_only_forwarded, argument.uses)) for argument in block.arguments]
-
-    def _is_only_forwarded(self, use: Any) -> bool:
-        """Whether a use of a value only passes it to a function that does not read it."""
-        call = use.owner.operation
-        return call.name == "func.call" and self.unread(call.attributes["callee"].value)[use.operand_number]
 
     def logical(self, values: Sequence[list[int]], ranks: Sequence[int]) -> list[list[int]]:
         """Values with their dimensions in JAX; further dimensions are the bits of a random key and need replication."""
@@ -255,7 +241,6 @@ def _split_by_op(
     results: Sequence[list[int]],
     counts: Sequence[int],
     result_counts: Sequence[int],
-    unread: Sequence[bool],
 ) -> tuple[Rule, ...]:
     """One rule per operation, its factors numbered from 0."""
     find = reader.unify.find
@@ -280,7 +265,6 @@ def _split_by_op(
                 sizes,
                 tuple(n for f, n in names.items() if f in reduced and f not in need_replication | uneven),
                 tuple(n for f, n in names.items() if f in need_replication | uneven),
-                unread=tuple(k for k in range(n_in) if unread[a + k]),
             )
         )
         a, r = a + n_in, r + n_out

@@ -246,16 +246,14 @@ def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
     for value, dims in zip(op.outputs, results, strict=True):
         b.bindings[value] = Binding(binding.group, value, dims)
     b.followers.append(op)
-    for k, value in _reads(op, kind.rule):
+    for k, value in _reads(op):
         if k != leader:
             use(b, f"{op.tag}.in{k}", value, binding.group, operands[k], False, weight, op.index)
 
 
-def _reads(op: Op, rule: Rule) -> Iterator[tuple[int, int]]:
-    """(position, value) of each operand that the operation reads and that is a value."""
-    for k, atom in enumerate(op.inputs):
-        if isinstance(atom, int) and k not in rule.unread:
-            yield k, atom
+def _reads(op: Op) -> Iterator[tuple[int, int]]:
+    """(position, value) of each operand that is a value."""
+    return ((k, atom) for k, atom in enumerate(op.inputs) if isinstance(atom, int))
 
 
 def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tuple[int, ...]) -> Followed:
@@ -286,7 +284,7 @@ def _own_strategies(b: Builder, op: Op, kind: Kind, leader: int, weight: float) 
     for value, dims in zip(op.outputs, rule.results, strict=True):
         b.bindings[value] = Binding(group, value, tuple(position.get(f, WHOLE) for f in dims))
     b.followers.append(op)
-    for k, value in _reads(op, rule):
+    for k, value in _reads(op):
         dims = tuple(position.get(f, WHOLE) for f in rule.operands[k])
         use(b, f"{op.tag}.in{k}", value, group, dims, False, weight, op.index)
 
@@ -303,7 +301,7 @@ def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     light = op.index in b.deferral.sums  # an elementwise sum; its strategies do not include its HBM traffic
     if light:
         b.followers.append(op)
-    for k, value in _reads(op, rule):
+    for k, value in _reads(op):
         if not light:
             b.heavy_reads.add(value)
         use(b, f"{op.tag}.in{k}", value, group, tuple(rule.operands[k]), True, weight, op.index)

@@ -27,9 +27,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.ir.dead_code import eliminate_dead_code
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.jaxpr import build_programs
+from autopar.ir.simplify import simplified
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop
@@ -129,7 +129,7 @@ def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: Step
         result_keys.extend(results)
         return list(results.values())
 
-    jaxpr = eliminate_dead_code(jax.make_jaxpr(run)(*(aval for _, aval, _ in inputs)))
+    jaxpr = simplified(jax.make_jaxpr(run)(*(aval for _, aval, _ in inputs)))
     graph, ranges = build_programs(jaxpr, [path for _, _, path in inputs], [f"{k[0]} %{k[1]}" for k in result_keys])
     return _assemble(tracer, inputs, result_keys, graph, ranges)
 

@@ -259,3 +259,16 @@ def test_what_is_made_of_constants_is_padded_before_it_is_cut() -> None:
     x, columns = jnp.ones((8, 2)), P(None, "x")
     step = parallelize(fn, mesh=(2, 4), cluster=dear((2, 4)), pins={"x": columns, "out:0": columns}, donate_argnums=())
     assert_equal(step(x), fn(x))
+
+
+@pytest.mark.parametrize("combine", [jax.lax.max, lambda a, b: -jax.lax.min(-a, -b)], ids=["max", "another function"])
+def test_a_reduction_of_pieces_begins_with_its_value(combine: Any) -> None:
+    """XLA leaves out the value where the operand is joined from pieces of one element, here by an all-to-all."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return jax.lax.reduce(jnp.tanh(x @ w), jnp.float32(-0.5), combine, (0,))
+
+    x, w = -jnp.ones((8, 8, 5)), jnp.ones((5, 1))
+    step = parallelize(fn, mesh=(8,), cluster=dear((8,)), pins={"x": P("x")}, donate_argnums=())
+    assert [c.kind for c in step.plan(x, w).collectives] == ["all-to-all"]
+    np.testing.assert_array_equal(np.asarray(step(x, w)), -0.5)

@@ -1,8 +1,11 @@
-"""Dead code of a jaxpr: equations that no result needs, branches that no step takes, carries that only a loop reads.
+"""Equal programs without what XLA removes.
 
-JAX removes the first, also inside `scan`, `cond` and rematerialised bodies. A `cond` whose index is a constant becomes
-a call of the branch that it takes, and a `custom_linear_solve` one of its solver. Of a `while` JAX keeps every carry. A
-carry is live if
+    dead code       equations that no result needs (JAX's own elimination), and carries of a `while` that only the loop
+                    itself reads
+    cond            with a constant index: a call of the branch that it takes
+    linear solve    a call of the solver; its other functions are for differentiation
+
+A carry of a `while` is live if
 
     its result is read behind the loop, or the condition reads it, or the next value of a live carry depends on it
 
@@ -21,8 +24,8 @@ from jax.extend.core.primitives import closed_call_p
 from autopar import jax_compat
 
 
-def eliminate_dead_code(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The same program without dead equations and dead carries; arguments are all kept.
+def simplified(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """An equal program that is simpler; arguments are all kept.
 
     Loops with side effects keep their carries.
     """
