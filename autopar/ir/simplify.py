@@ -22,6 +22,7 @@ import jax.extend.core as jex
 from jax.extend.core.primitives import closed_call_p
 
 from autopar import jax_compat
+from autopar.ir.op_sets import KERNEL_CALLS
 
 
 def simplified(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -38,17 +39,19 @@ def simplified(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _smaller(jaxpr: Any) -> Any | None:
-    """A jaxpr in which no loop, at any depth, has a dead carry and no branch is never taken; None if that is so."""
+    """A jaxpr in which no loop, at any depth, has a dead carry and no `cond` a constant index; None if that is so."""
     read = {id(v) for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))}
     changed = {i: e for i, e in enumerate(_smaller_equation(e, read) for e in jaxpr.eqns) if e is not None}
     return jaxpr.replace(eqns=[changed.get(i, e) for i, e in enumerate(jaxpr.eqns)]) if changed else None
 
 
 def _smaller_equation(equation: jex.JaxprEqn, read: set[int]) -> jex.JaxprEqn | None:
-    """An equation without dead carries and functions, in its bodies too; None if it has none.
+    """An equation without dead carries and functions, in its bodies too; None if it has none, or is a kernel's.
 
     `read` holds the identities of the variables that are read.
     """
+    if equation.primitive.name in KERNEL_CALLS:
+        return None
     if equation.primitive.name == "cond" and isinstance(index := equation.invars[0], jex.Literal):
         return _taken_branch(equation, int(index.val))
     if equation.primitive.name == "custom_linear_solve":

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.experimental.ode import odeint
 
 from autopar.ir.trace import trace
@@ -293,6 +294,17 @@ GRAPHS = {
 def test_graph(fn: Any) -> None:
     args, expected = GRAPHS[fn]
     assert text(fn, *args) == dedent(expected).lstrip()
+
+
+def test_kernels_stay_as_they_are() -> None:
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = lax.cond(False, lambda v: v, lambda v: v + 1, x[...])
+
+    def step(x: jax.Array) -> Any:
+        return pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    (op,) = trace(step, array(8)).graph.ops
+    assert "cond" in {e.primitive.name for e in op.params["jaxpr"].eqns}
 
 
 @pytest.mark.core
