@@ -33,7 +33,7 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, PlacedOp
-from autopar.passes.microbatch.regions import BlockBody, FlattenedOps, state_of
+from autopar.passes.microbatch.regions import BlockBody, FlattenedOps, analyse_region, state_of
 from autopar.passes.microbatch.rule_types import RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, local_shape, part_dtype
 from autopar.passes.microbatch.table import RULES
@@ -387,7 +387,9 @@ class _Emitter:
         op, result = placed.op, placed.rule_result
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
             operands = [self._operand(placed, i, atom) for i, atom in enumerate(op.inputs)]
-            if result is None:
+            if result is None and op.name == "scan":
+                results = self._scan_whole(op, operands)
+            elif result is None:
                 results = jax_compat.bind(op.equation, operands)
             elif result.body is not None:
                 results = _REGION_EMITTERS[op.name](self, op, result.body, operands)
@@ -459,6 +461,13 @@ class _Emitter:
 
     def scan(self, op: Op, body: BlockBody, operands: Sequence[Any]) -> list[Any]:
         return control_flow.scan(op, in_states(operands, body.input_states), self._body_function(body))
+
+    def _scan_whole(self, op: Op, operands: Sequence[Any]) -> list[Any]:
+        """A scan of whole values, by its region: rematerialisation rewrites that, and not JAX's equation."""
+        invariant = [INVARIANT] * len(op.regions[0].inputs)
+        body = analyse_region(self.graph, op.regions[0], invariant, self.count)
+        assert isinstance(body, BlockBody), "an operation on whole values runs on whole values"
+        return self.scan(op, body, operands)
 
     def while_loop(self, op: Op, bodies: tuple[BlockBody, BlockBody], operands: Sequence[Any]) -> list[Any]:
         first = op.params["cond_nconsts"]

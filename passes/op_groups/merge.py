@@ -28,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
 from autopar.cost_models.flops import flops
@@ -80,6 +82,7 @@ def group(
     pinned_results: Mapping[int, Layout] | None = None,
     received: Collection[int] = (),
     surroundings: Surroundings | None = None,
+    even: Collection[int] = (),
 ) -> Grouping:
     """Groups, bindings and uses of a program.
 
@@ -91,6 +94,7 @@ def group(
         pinned_results: position -> the only layout of the result.
         received: positions of the pinned arguments that are received from elsewhere; their sharding is not propagated.
         surroundings: of a part of a program that is only bounded from below.
+        even: values that must be divided evenly, since arrays between programs are.
 
     Raises:
         PinError: a `with_sharding_constraint` is not valid for its value or the mesh.
@@ -118,6 +122,9 @@ def group(
         b.repeats = float(often.ops.get(op.index, 1))
         _visit(b, (op,), b.repeats)
     _leave(b, pinned_results or {}, often.results, surroundings.leaving if surroundings else ())
+    for value in sorted(even):
+        if value in b.bindings:
+            _divide_evenly(b, b.bindings[value])
     _charge_followers(b, surroundings)
     groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
     walked = graph.walk() if graph.repeats is not None else ()
@@ -409,6 +416,18 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
         return binding is not None
     _, layouts = projection(b.drafts[binding.group].strategies, binding.dims, False)
     return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in layouts.tolist())
+
+
+def _divide_evenly(b: Builder, binding: Binding) -> None:
+    """Leave a group only those strategies that divide a value evenly, if there are any."""
+    draft, shape = b.drafts[binding.group], b.graph.types[binding.value].shape
+    every = draft.strategies
+    classes, layouts = projection(every, binding.dims, False)
+    rows = np.array([divides(tuple(row), shape, b.mesh.sizes) for row in layouts.tolist()])[classes]
+    if rows.any() and not rows.all():
+        parts = (every.assigned[rows], every.result[rows], every.after[rows], every.cost[rows], every.sizes)
+        key = ("even", every.index, binding.dims, shape)
+        draft.strategies = b.strategy_set(key, lambda index: StrategySet(index, *parts))
 
 
 def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> None:

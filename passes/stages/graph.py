@@ -109,6 +109,12 @@ class StageGraph:
         """Value -> the program that computes it, without arguments, constants and values inside regions."""
         return {v: self.program_of(op.index) for op in self.graph.ops for v in op.outputs}
 
+    @cached_property
+    def exchanged(self) -> frozenset[int]:
+        """Values that one program of the stage computes and another reads."""
+        reads = ((self.program_of(op.index), a) for op in self.graph.ops for a in op.inputs if isinstance(a, int))
+        return frozenset(a for program, a in reads if self.maker.get(a, program) != program)
+
 
 def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: StepPrograms | None = None) -> StageGraph:
     """The graph of one stage.

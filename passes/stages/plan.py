@@ -139,7 +139,8 @@ class StageProblem:
         position = {v: i for i, v in enumerate(self.graph.graph.inputs)}
         received = [position[v] for v in self.graph.received.values()]
         graph, mesh = self.graph.graph, self.mesh
-        grouping = op_groups.group(graph, self.rules, mesh, self.arguments, self.results, received)
+        even = self.graph.exchanged
+        grouping = op_groups.group(graph, self.rules, mesh, self.arguments, self.results, received, even=even)
         self.model = offload.priced(intra_op.build(graph, grouping, mesh), graph, mesh, self.offloaded)
         backend = replace(backend_of(mesh.device), runs_eagerly=False)
         donated = sorted((graph.carried or {}).values())  # updates take over the state that they replace

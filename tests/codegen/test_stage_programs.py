@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,3 +76,26 @@ def test_a_received_value_may_be_another_of_its_stage() -> None:
         run = parallelize(step, mesh=(2,), stages=2, batch_argnums=1, donate_argnums=())
         assert run.plan(*args).num_microbatches > 1
         assert_equal(run(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_a_loop_over_time_that_needs_the_whole_batch_is_rewritten_in_stages_too(policy: str) -> None:
+    """Time comes first, so that no dimension of the batch is cut, and the loop runs outside of microbatches."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            def cell(h: jax.Array, x: jax.Array) -> Any:
+                gate, value = jnp.split(jnp.concatenate([x, h], 1) @ params["w"], 2, 1)
+                h = jax.nn.sigmoid(gate) * jnp.tanh(value)
+                return h, jnp.sin(h)
+
+            _, hidden = jax.lax.scan(cell, jnp.zeros((8, 16)), batch["x"])
+            return jnp.mean((jnp.tanh(hidden @ params["u"]) @ params["o"] - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    args = {"w": array(32, 32), "u": array(16, 16), "o": array(16, 4)}, {"x": array(12, 8, 16), "y": array(12, 8, 4)}
+    run = parallelize(step, mesh=(2,), stages=2, remat=policy, donate_argnums=())
+    assert run.plan(*args).num_microbatches == 1
+    assert_equal(run(*args), jax.jit(step)(*args))
