@@ -15,7 +15,7 @@ which is a least fixed point, found by adding carries until none is missing. XLA
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 import jax.extend.core as jex
@@ -113,8 +113,8 @@ def _live_loop(equation: jex.JaxprEqn, live: list[bool]) -> jex.JaxprEqn | None:
     live_body, of_body = jax_compat.live_part(body, live, [*[False] * params["body_nconsts"], *live])
     kept = [*[True] * first, *of_body[: params["body_nconsts"]], *live]
     return equation.replace(
-        invars=list(_where(equation.invars, kept)),
-        outvars=list(_where(equation.outvars, live)),
+        invars=list(compress(equation.invars, kept)),
+        outvars=list(compress(equation.outvars, live)),
         params={
             **params,
             "cond_jaxpr": live_condition,
@@ -122,7 +122,3 @@ def _live_loop(equation: jex.JaxprEqn, live: list[bool]) -> jex.JaxprEqn | None:
             "body_nconsts": sum(kept[first:second]),
         },
     )
-
-
-def _where(items: Iterable[Any], mask: Iterable[bool]) -> Iterable[Any]:
-    return (item for item, kept in zip(items, mask, strict=True) if kept)

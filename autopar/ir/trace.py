@@ -1,7 +1,8 @@
 """From a Python function to a Graph.
 
-`jax.make_jaxpr` runs the function on abstract arguments, `autopar.ir.jaxpr` builds the graph from the jaxpr. Errors of
-JAX are raised again in the terms of the user's program: the argument's path, the value, the line.
+`jax.make_jaxpr` runs the function on abstract arguments, `autopar.ir.simplify` removes what XLA would remove, and
+`autopar.ir.jaxpr` builds the graph from the jaxpr. Errors of JAX are raised again in the terms of the user's program:
+the argument's path, the value, the line.
 """
 
 from __future__ import annotations

@@ -262,14 +262,18 @@ def _while(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleR
     first_carry = op.params["cond_nconsts"] + op.params["body_nconsts"]
     of_examples = graph.type_of(op.regions[0].outputs[0]).rank > 0
     bodies = _while_bodies(graph, op, states, states[first_carry:], count)
-    if of_examples and bodies is not None and isinstance(examples := bodies[0].output_states[0], Split):
-        carries = [examples if isinstance(s, Invariant) else s for s in bodies[1].output_states]
-        bodies = _while_bodies(graph, op, states, carries, count) if {*carries} == {examples} else None
+    if of_examples and bodies is not None:
+        examples, carried = bodies[0].output_states[0], bodies[1].output_states
+        carries = [examples if isinstance(s, Invariant) else s for s in carried]
+        if not isinstance(examples, Split) or {*carries} != {examples}:
+            return None
+        if carries != [*carried]:  # the loop ends differently for each example, so that no carry stays invariant
+            bodies = _while_bodies(graph, op, states, carries, count)
     if bodies is None:
         return None
     test, body = bodies
     runs, carried = test.output_states[0], body.output_states
-    if not (isinstance(runs, Split) and {*carried} == {runs} if of_examples else isinstance(runs, Invariant)):
+    if {*carried} != {runs} if of_examples else not isinstance(runs, Invariant):
         return None
     slices = {
         i: s for i, s in enumerate(carried, first_carry) if isinstance(s, Split) and isinstance(states[i], Invariant)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_models.sharding.groups import WHOLE, Binding, Charge, Overlap, Use
 from autopar.cost_models.sharding.strategies import StrategySet
@@ -102,8 +103,12 @@ class Builder:
         every = self.layouts(shape, 1.0)
         wanted = np.array(layout, every.result.dtype)
         rows = ((every.result == wanted) | ((wanted == WHOLE) & np.isin(every.result, open_dims))).all(1)
+        return self.some(every, rows, ("pinned", shape, layout, open_dims))
+
+    def some(self, every: StrategySet, rows: NDArray[np.bool_], key: object) -> StrategySet:
+        """The strategies of a set at which `rows` is true, as the set of this key."""
         parts = (every.assigned[rows], every.result[rows], every.after[rows], every.cost[rows], every.sizes)
-        return self.strategy_set(("pinned", shape, layout, open_dims), lambda index: StrategySet(index, *parts))
+        return self.strategy_set(key, lambda index: StrategySet(index, *parts))
 
     def enter(self, name: str, value: int, weight: float, most_padding: float = MOST_PADDING) -> int:
         """Add a group for a value that enters a region. Returns its index."""

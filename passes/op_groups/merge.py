@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
@@ -414,20 +415,22 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
     binding = b.bindings.get(value)
     if binding is None or binding.view is not None:
         return binding is not None
-    _, layouts = projection(b.drafts[binding.group].strategies, binding.dims, False)
-    return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in layouts.tolist())
+    return not _evenly(b, binding).all()
+
+
+def _evenly(b: Builder, binding: Binding) -> NDArray[np.bool_]:
+    """Of every strategy of a group, whether it divides a value evenly."""
+    shape = b.graph.types[binding.value].shape
+    classes, layouts = projection(b.drafts[binding.group].strategies, binding.dims, False)
+    return np.array([divides(tuple(row), shape, b.mesh.sizes) for row in layouts.tolist()])[classes]
 
 
 def _divide_evenly(b: Builder, binding: Binding) -> None:
     """Leave a group only those strategies that divide a value evenly, if there are any."""
-    draft, shape = b.drafts[binding.group], b.graph.types[binding.value].shape
-    every = draft.strategies
-    classes, layouts = projection(every, binding.dims, False)
-    rows = np.array([divides(tuple(row), shape, b.mesh.sizes) for row in layouts.tolist()])[classes]
+    draft, rows = b.drafts[binding.group], _evenly(b, binding)
     if rows.any() and not rows.all():
-        parts = (every.assigned[rows], every.result[rows], every.after[rows], every.cost[rows], every.sizes)
-        key = ("even", every.index, binding.dims, shape)
-        draft.strategies = b.strategy_set(key, lambda index: StrategySet(index, *parts))
+        key = ("even", draft.strategies.index, binding.dims, b.graph.types[binding.value].shape)
+        draft.strategies = b.some(draft.strategies, rows, key)
 
 
 def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> None:

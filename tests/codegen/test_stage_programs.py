@@ -17,7 +17,7 @@ from autopar.codegen.stage_programs import StageEmitter, even, program_interface
 from autopar.ir.layout import cuts, divides
 from autopar.passes.stages.divide import PASS_KINDS
 from tests.passes.stages.test_cost import mesh, plans_of
-from tests.programs.real_programs import array
+from tests.programs.real_programs import array, sgd
 from tests.programs.test_real_programs import assert_equal
 
 
@@ -93,7 +93,7 @@ def test_a_loop_over_time_that_needs_the_whole_batch_is_rewritten_in_stages_too(
             return jnp.mean((jnp.tanh(hidden @ params["u"]) @ params["o"] - batch["y"]) ** 2)
 
         value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+        return sgd(params, grads), value
 
     args = {"w": array(32, 32), "u": array(16, 16), "o": array(16, 4)}, {"x": array(12, 8, 16), "y": array(12, 8, 4)}
     run = parallelize(step, mesh=(2,), stages=2, remat=policy, donate_argnums=())

@@ -15,6 +15,7 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import MeshError
 from autopar.hardware.cluster import Cluster
+from tests.programs.real_programs import array, sgd
 from tests.verification.test_verify import NEEDS, skip_without_compiler
 
 TABLE, WEIGHT = jax.ShapeDtypeStruct((40, 8), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -112,10 +113,6 @@ def test_what_a_pass_makes_of_a_value_that_microbatches_share_is_moved_in_every_
     assert {c.count for c in moved} == {4}
 
 
-def floats(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 @pytest.mark.parametrize("width", [6, 22])
 def test_arrays_between_programs_are_planned_in_even_pieces(width: int) -> None:
     """Four devices divide no hidden dimension here: an uneven array between two passes would be gathered."""
@@ -126,11 +123,11 @@ def test_arrays_between_programs_are_planned_in_even_pieces(width: int) -> None:
             return jnp.mean((jnp.sin(hidden @ params["c"]) - batch["y"]) ** 2)
 
         value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+        return sgd(params, grads), value
 
     args = (
-        {"a": floats(16, width), "b": floats(width, width), "c": floats(width, 4)},
-        {"x": floats(8, 16), "y": floats(8, 4)},
+        {"a": array(16, width), "b": array(width, width), "c": array(width, 4)},
+        {"x": array(8, 16), "y": array(8, 4)},
     )
     plan = autopar.plan(step, *args, mesh=(2, 4), cluster=dear((2, 4)), stages=2)
     report = autopar.verify(plan, step, *args, target="cpu")

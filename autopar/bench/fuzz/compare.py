@@ -88,7 +88,12 @@ def _rounded(x: Any, rng: np.random.Generator) -> Any:
     if str(x.dtype) not in WIDE:
         return x
     exact = np.asarray(x)
-    return jnp.asarray(np.where(exact == np.round(exact), exact, exact * (1 + ULP * rng.uniform(-1, 1, exact.shape))))
+    return jnp.asarray(np.where(exact == np.round(exact), exact, _changed(exact, ULP, rng)))
+
+
+def _changed(x: Any, most: float, rng: np.random.Generator) -> Any:
+    """Numbers changed at random, by at most this share of each."""
+    return x * (1 + most * rng.uniform(-1, 1, np.shape(x)))
 
 
 def perturbed(arguments: Any, rng: np.random.Generator) -> Any:
@@ -97,7 +102,7 @@ def perturbed(arguments: Any, rng: np.random.Generator) -> Any:
     def moved(x: Any) -> Any:
         if not isinstance(x, np.ndarray | np.floating) or np.asarray(x).dtype.name not in WIDE:
             return x
-        return x * (1 + EPSILON * rng.uniform(-1, 1, np.shape(x)))
+        return _changed(x, EPSILON, rng)
 
     return jax.tree.map(moved, arguments)
 
