@@ -29,7 +29,7 @@ from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.trace import is_tracing
-from autopar.options import Options, PlanningOptions, Settings, name_of, settings, with_options, written
+from autopar.options import Options, Settings, name_of, settings, with_options, written
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable, Lowered, lower
 from autopar.runtime.planned_step import Pin, PlannedStep
@@ -114,13 +114,14 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
 
 
 @with_options
-def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[PlanningOptions]) -> Plan:
+def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Plan:
     """Plan a function for arguments of these shapes, without devices.
 
     Args:
         fn: the function as it is written, or a parallelized one, whose options do not apply.
         *args: its arguments, arrays or `ShapeDtypeStruct`s.
-        **options: those of `parallelize` except `plan`.
+        **options: those of `parallelize`. With `plan`, that plan is checked against the function, and its step is there
+            for `Plan.explain` and `Plan.what_if`.
 
     Returns:
         The plan.

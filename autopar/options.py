@@ -36,8 +36,8 @@ RUNNABLE: tuple[str, ...] = ("none", *(name for name, row in SCHEDULES.items() i
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class PlanningOptions(TypedDict, total=False):
-    """Options that `autopar.plan` takes."""
+class Options(TypedDict, total=False):
+    """Options that `autopar.parallelize`, `autopar.plan` and `autopar.check` take."""
 
     cluster: Cluster | None
     mesh: Mesh | AbstractMesh | list[int] | tuple[int, ...] | Mapping[str, int] | None
@@ -56,11 +56,6 @@ class PlanningOptions(TypedDict, total=False):
     stages: int | Literal["auto", "search"]
     schedule: Literal["auto", "none", "inference", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1"]
     per_microbatch: str | list[str] | tuple[str, ...]
-
-
-class Options(PlanningOptions, total=False):
-    """Options that `autopar.parallelize` and `autopar.check` take."""
-
     plan: Plan | str | os.PathLike[str] | None
 
 

@@ -11,7 +11,7 @@ class OptionsSignature(Extension):
     """Replaces `**options: Unpack[Options]` by the types of `Options` and the defaults of `Settings`."""
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
-        types = {**pkg["options.PlanningOptions"].attributes, **pkg["options.Options"].attributes}
+        types = pkg["options.Options"].attributes
         parameters = pkg["api.parallelize"].parameters
         del parameters["options"]
         for name, default in pkg["options.Settings"].attributes.items():

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import ArgumentError, AutoparError, ScheduleError
 from autopar.hardware.cluster import Cluster
-from autopar.options import Options, PlanningOptions
+from autopar.options import Options
 from autopar.plans.plan import Plan, from_json
 
 CLUSTER = replace(Cluster.preset("dgx-h100"), devices_per_host=4)
@@ -198,7 +198,4 @@ def test_it_is_in_the_plan_and_the_step_is_the_plain_one(
 
 
 def test_every_option_has_a_row() -> None:
-    assert OPTIONS.keys() == PlanningOptions.__annotations__.keys()
-    assert Options.__annotations__.keys() - PlanningOptions.__annotations__.keys() == {
-        "plan"
-    }  # every row is run with it
+    assert {*OPTIONS, "plan"} == Options.__annotations__.keys()  # every row is run with a plan

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli import bench
+from autopar.cli import bench, questions
 from autopar.cli.options import (
     Batch,
     ClusterName,
@@ -29,6 +29,7 @@ from autopar.cli.options import (
     NoCache,
     Offload,
     PerMicrobatch,
+    PlanFile,
     Remat,
     ScheduleName,
     Seq,
@@ -38,6 +39,7 @@ from autopar.cli.options import (
     TimeLimit,
     cache,
     finish,
+    in_stages,
     options,
     report,
     say,
@@ -47,6 +49,7 @@ from autopar.cli.options import (
 from autopar.errors import AutoparError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(questions.app)
 app.add_typer(bench.app, name="bench")
 
 LOCAL_DEVICES = 8  # virtual CPU devices of `verify --target cpu` without a mesh
@@ -86,7 +89,7 @@ def plan(
     with cache(not no_cache):
         chosen = options(mesh, cluster, hosts, solver, memory_budget)
         asked: dict[str, Any] = {
-            **_in_stages(stages, schedule, num_microbatches),
+            **in_stages(stages, schedule, num_microbatches),
             "per_microbatch": words(per_microbatch, ()),
             "remat": remat,
             "offload": offload,
@@ -101,12 +104,6 @@ def plan(
         planned.picture(picture)
         say(f"drawn to {picture}")
     print(planned.to_json() if as_json else planned.summary(apply_rewrites(trace(fn, *args), planned).graph))
-
-
-def _in_stages(stages: str, schedule: str, num_microbatches: int | None) -> dict[str, Any]:
-    """Options of `autopar.plan` that concern stages."""
-    count = int(stages) if stages.isdecimal() else stages
-    return {"stages": count, "schedule": schedule, "num_microbatches": num_microbatches or "auto"}
 
 
 @app.command()
@@ -146,7 +143,7 @@ def verify(
     against: Annotated[
         str, typer.Option("--target", help="cpu (virtual devices), shardy (any size), tpu:v5e:2x4, gpu:h100:8")
     ] = "shardy",
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="a saved plan; default: plan afresh")] = None,
+    plan_file: PlanFile = None,
     cluster: ClusterName = None,
     hosts: Hosts = None,
     mesh: MeshSizes = None,
@@ -173,7 +170,7 @@ def verify(
         cpu_devices(_devices(saved.mesh_sizes if saved else chosen["mesh"], chosen.get("cluster")))
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
-        planned = saved or api.plan(fn, *args, **_in_stages(stages, schedule, num_microbatches), **chosen)
+        planned = saved or api.plan(fn, *args, **in_stages(stages, schedule, num_microbatches), **chosen)
     verified = verification.verify(planned, fn, *args, target=against)
     report(as_json, _report(verified), lambda: str(verified))
     finish(verified.ok)

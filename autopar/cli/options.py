@@ -41,6 +41,7 @@ Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="pa
 Stages = Annotated[str, typer.Option(help="parts of the model, side by side on submeshes: a number, search or auto")]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...")]
 PerMicrobatch = Annotated[str | None, typer.Option(help="globs of what microbatches may compute each for itself")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan; default: plan afresh")]
 CorpusModule = Annotated[
     str | None, typer.Option("--corpus", help="module with PROGRAMS; default: tests.corpus.table of this checkout")
 ]
@@ -104,6 +105,12 @@ def options(
     if cluster is not None:
         chosen["cluster"] = targets.cluster(cluster, hosts, mesh_sizes)
     return chosen if memory_budget is None else {**chosen, "memory_budget": memory_budget}
+
+
+def in_stages(stages: str, schedule: str, num_microbatches: int | None) -> dict[str, Any]:
+    """Options of `autopar.plan` that concern stages."""
+    count = int(stages) if stages.isdecimal() else stages
+    return {"stages": count, "schedule": schedule, "num_microbatches": num_microbatches or "auto"}
 
 
 def cache(use: bool) -> contextlib.AbstractContextManager[None]:

@@ -5,13 +5,17 @@ plan       on one mesh, the best of candidates with Auto axes              -> au
            in stages as the user gives them                                -> autopar/compile/given_stages.py
            in stages that are searched, or on one mesh if that is faster   -> autopar/compile/searched_stages.py
 load       a given plan, checked against the function and mesh             -> autopar/runtime/load.py
+origin     what answers questions about the plan                           -> autopar/explain/origin.py
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import jax
 
 from autopar import argnums, jax_compat
 from autopar.compile.call import Call, warn
@@ -19,11 +23,13 @@ from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
 from autopar.errors import ArgumentError
+from autopar.explain.origin import StepOrigin
 from autopar.ir.graph import Graph
 from autopar.ir.graph import verify as verify_graph
 from autopar.ir.trace import trace
 from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
+from autopar.plans.plan import Plan
 from autopar.progress import reporting
 from autopar.runtime.load import load
 from autopar.runtime.planned_step import PlannedStep
@@ -52,19 +58,38 @@ def plan_step(
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
         call = Call(fn, traced, args, local, time.perf_counter() - begin, report)
-        with jax_compat.automatic_axes():
-            if s.plan is not None:
-                given_plan = argnums.donating_no_more(s.plan, args, s)
-                return load(name_of(fn), traced, given_plan, s.mesh, s.cluster)
-            if s.pipelined:
-                return GivenStages(call, s).plan()
-            excluded = excludes_search(s, traced)
-            if excluded is None and searches_stages(s, traced.graph):
-                return search_stages(call, s)
-            check_one_stage(s)
-            if s.stages == "search":
-                warn(f"{name_of(fn)}: stages are not searched with {excluded}; the step is planned on one mesh")
-            return plan_one_mesh(call, s)
+        return _with_origin(_planned(call, s), call, s)
+
+
+def _planned(call: Call, s: Settings) -> PlannedStep:
+    """The planned step of a traced call."""
+    name, traced = name_of(call.fn), call.traced
+    with jax_compat.automatic_axes():
+        if s.plan is not None:
+            given_plan = argnums.donating_no_more(s.plan, call.args, s)
+            return load(name, traced, given_plan, s.mesh, s.cluster, local=call.local)
+        if s.pipelined:
+            return GivenStages(call, s).plan()
+        excluded = excludes_search(s, traced)
+        if excluded is None and searches_stages(s, traced.graph):
+            return search_stages(call, s)
+        check_one_stage(s)
+        if s.stages == "search":
+            warn(f"{name}: stages are not searched with {excluded}; the step is planned on one mesh")
+        return plan_one_mesh(call, s)
+
+
+def _with_origin(step: PlannedStep, call: Call, s: Settings) -> PlannedStep:
+    """The planned step, whose plan refers to the step itself, and can be made again with other options."""
+    leafless = [arg if i in s.static_argnums else jax.tree.map(lambda _: 0, arg) for i, arg in enumerate(call.args)]
+    structure = replace(call, args=leafless, local=False)  # the arrays of the call are not kept
+
+    def replan(changed: Settings) -> Plan:
+        with collector_paused(), reporting(name_of(structure.fn), changed.progress) as report:
+            again = replace(structure, report=report)
+            return _with_origin(_planned(again, changed), again, changed).plan
+
+    return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan)))
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

@@ -6,11 +6,10 @@ that has a layout, of every use that differs, and of shared copies; what it cost
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,11 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.ir.graph import Graph, graph_hash
 from autopar.plans.checks import check_all, check_consistent, mismatches, unlike
+from autopar.plans.origin import Origin
 from autopar.plans.record import FORMAT, PlanRecord, Stage
 from autopar.plans.schema import FieldError, form, parsed, shown
+from autopar.plans.views.diff import PlanDiff
+from autopar.plans.views.explain import Explanation, explain
 from autopar.plans.views.picture import draw
 from autopar.plans.views.summary import summary
 from autopar.version import VERSION
@@ -81,12 +83,60 @@ class Plan(PlanRecord):
         notes: remarks for the user: replicated operations, padding, side effects, fallbacks.
         version: version of autopar that made the plan.
         format: version of the file format.
+        origin: the step that the plan was made for, for questions that need it; None for a plan from a file.
     """
 
-    def explain(self, name: str) -> str:
-        """A line with path and PartitionSpec for each argument leaf whose path matches the glob `name`."""
-        lines = [f"{p}: {s}" for p, s in self.shardings().items() if fnmatch.fnmatch(p, str(name))]
-        return "\n".join(lines) if lines else f"no argument matches '{name}'"
+    origin: Origin | None = field(default=None, repr=False, compare=False, metadata={"saved": False})
+
+    def explain(self, name: str, *, exact: bool = False) -> Explanation:
+        """Why values have their layouts, the collectives that they cause, and what other layouts would cost.
+
+        The step time with another layout is a lower bound, certified by dual ascent, or exact. Equal layers change
+        together. A plan from `Plan.load` has no prices; `autopar.plan(fn, *args, plan=path)` is that plan with them.
+
+        Args:
+            name: a glob for paths of arguments, as in pins ("params/*/wq"); "arg:3" or "out:0"; a source line
+                ("model.py:30"); or an operation ("dot_general").
+            exact: solve the problem again for each other layout, within the memory budget.
+
+        Returns:
+            The explanation, which prints as text.
+
+        Raises:
+            ArgumentError: the name matches nothing; the message has the nearest names.
+        """
+        return explain(self, name, self.origin, exact=exact)
+
+    def diff(self, other: PlanRecord) -> PlanDiff:
+        """This plan beside another of the same step: figures, layouts of arguments, and collectives that differ.
+
+        Args:
+            other: a plan, also for another mesh, cluster or number of stages.
+        """
+        return PlanDiff(self, other)
+
+    def what_if(self, **options: Any) -> PlanDiff:
+        """The best plan under other options, beside this one.
+
+        Nothing is run or compiled, and the plan that a function uses stays the same.
+
+        Args:
+            **options: those of `autopar.parallelize` that change: `memory_budget="40GiB"`, `mesh=(8, 8)`, `stages=4`,
+                `pins={...}`. Pins are added to those there are; other options replace theirs.
+
+        Returns:
+            Both plans; the new one is `after`.
+
+        Raises:
+            ArgumentError: the plan is from `Plan.load`, without its step, or an option is unknown or invalid.
+            AutoparError: the step cannot be planned under these options; see `autopar.parallelize`.
+        """
+        if self.origin is None:
+            raise ArgumentError(
+                "what_if needs the step, which a file does not contain: "
+                "autopar.plan(fn, *args, plan=path) is this plan with its step"
+            )
+        return PlanDiff(self, self.origin.replanned(options))
 
     def summary(self, graph: Graph | None = None) -> str:
         """The plan as tables for a terminal.

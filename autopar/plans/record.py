@@ -7,7 +7,7 @@ about it. `autopar.plans.plan` adds files and views.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,8 +188,14 @@ class PlanRecord:
             f"it has {count}: {', '.join(self.input_paths[:8])}{', ...' if count > 8 else ''}"
         )
 
+    def sent(self) -> Sequence[tuple[Collective, float]]:
+        """Every collective with the bytes that a device sends for it per step; in a pipeline those inside stages."""
+        if self.pipelined:
+            return [(c, c.bytes_sent(stage.submesh)) for stage in self.stages for c in stage.collectives]
+        return [(c, c.bytes_sent(self.mesh)) for c in self.collectives]
+
     def wire_bytes(self) -> float:
         """Bytes that each device sends per step; in a pipeline those inside the stage that sends most."""
         if self.pipelined:
             return max(sum(c.bytes_sent(stage.submesh) for c in stage.collectives) for stage in self.stages)
-        return float(sum(c.bytes_sent(self.mesh) for c in self.collectives))
+        return float(sum(nbytes for _, nbytes in self.sent()))

@@ -1,6 +1,6 @@
 """Frozen dataclasses as JSON: the annotations of their fields are the schema, for writing and for reading.
 
-    dataclass                   an object with exactly its fields
+    dataclass                   an object with exactly its fields, but for those whose metadata say "saved": False
     tuple[X, ...], tuple[X, Y]  a list
     Mapping[str, X]             an object; Mapping[int, X]: its keys are written in decimal
     Listed, Packed              a layout, as a list of integers or as text such as "0 - +" (cut, replicated, partial)
@@ -218,7 +218,7 @@ _KEYS: Final[Mapping[Any, Callable[[Any], Any]]] = {str: _text, int: _number}
 
 def _record_form(record: Any) -> Form:
     hints = get_type_hints(record, include_extras=True)
-    forms = {f.name: form(hints[f.name]) for f in fields(record)}
+    forms = {f.name: form(hints[f.name]) for f in fields(record) if f.metadata.get("saved", True)}
     words = f"an object with the fields {', '.join(forms)}"
 
     def read(value: Any) -> Any:

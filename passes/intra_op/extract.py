@@ -20,6 +20,7 @@ from autopar.cost_models.sharding.groups import Binding, Charge, Model, OpGroup,
 from autopar.cost_models.sharding.strategies import ALL_REDUCE, REDUCE_SCATTER, padding, share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
+from autopar.ir.control_flow import entries
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import REPLICATED, Layout, ProgramLayouts, device_share, divides, steps
 from autopar.ir.problem import Ints
@@ -166,13 +167,23 @@ def _reshards(
 def _emit(graph: Graph, use: Use, value: int, source: Layout, target: Layout, mesh: LogicalMesh) -> Iterator[_Placed]:
     """The collectives of one reshard. Slices need no communication."""
     nbytes = _padded(graph.types[value], source, target, mesh)
-    line = graph.by_index[use.op].source if use.op >= 0 else ""
+    line = _line(graph, use.site, graph.by_index[use.op]) if use.op >= 0 else ""
     for i, step in enumerate(steps(source, target, mesh.sizes) or ()):
         if step.kind != "slice":
             names = tuple(mesh.names[a] for a in step.axes)
             size = max(1, round(step.fraction * nbytes))
             order = (use.op if use.op >= 0 else 1 << 60, i)  # uses by the caller come last
             yield order, Collective(step.kind, names, size, max(1, round(use.weight)), use.site, line)
+
+
+def _line(graph: Graph, site: str, op: Op) -> str:
+    """The source line of an operation; of one without, as the loop over microbatches, where its body first reads."""
+    _, _, position = site.rpartition(f"{op.tag}.in")
+    if op.source or not position.isdecimal():
+        return op.source
+    read = (e.value for e in entries(op) if e.position == int(position))
+    inside = (u for value in read for u in graph.uses.get(value, ()) if u.op is not None)
+    return next((line for u in inside if u.op is not None and (line := _line(graph, u.site, u.op))), "")
 
 
 def _padded(type_: Type, source: Layout, target: Layout, mesh: LogicalMesh) -> float:

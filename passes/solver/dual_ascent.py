@@ -144,7 +144,7 @@ class State:
         shares: [e][end] is the share p that this end last sent (s per class).
         rest: rest_v of the last visit of each node (s), shape (nodes,).
         bounds: [v][a] is the best lower bound so far (s) on plans with strategy a at node v.
-        counts: class size of each node, shape (nodes,).
+        counts: class size of each node, shape (nodes,), over the members that a strategy bound is about.
         passes: number of passes so far; even before a forward pass.
         settled: whether the last pass ran on the present costs. Strategy bounds need its rests and shares.
     """
@@ -153,7 +153,7 @@ class State:
     shares: list[list[Floats]]
     rest: Floats
     bounds: list[Floats]
-    counts: Ints
+    counts: Ints | Floats
     passes: int = 0
     settled: bool = False
 
@@ -161,7 +161,7 @@ class State:
 def ascend(
     problem: Problem,
     *,
-    counts: Ints | None = None,
+    counts: Ints | Floats | None = None,
     upper: float = np.inf,
     deadline: float = np.inf,
     enough: Gap = Gap(),
@@ -176,7 +176,8 @@ def ascend(
     Args:
         problem: a problem from `dead_end.eliminate`: each class has a strategy, and each strategy is feasible with some
             strategy of every neighbour.
-        counts: class sizes, for strategy bounds that are valid for the unfolded problem; ones when absent.
+        counts: class sizes, for strategy bounds that are valid for the unfolded problem; ones when absent, for bounds
+            on plans in which all members of a class have the strategy; n / k for bounds on plans in which k of n have.
         upper: cost (s) of a plan known to the caller.
         deadline: on the clock of `time.monotonic()`; at least two passes run.
         enough: gap at which to stop.
@@ -274,7 +275,7 @@ def _by_class(classes: Ints) -> tuple[Ints | None, Ints]:
     return None if plain else order, starts
 
 
-def initial(problem: Problem, counts: Ints | None) -> State:
+def initial(problem: Problem, counts: Ints | Floats | None) -> State:
     """The state before the first pass, with zero messages; `counts` as in `ascend`."""
     shapes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
     into = [[np.zeros(low), np.zeros(high)] for low, high in shapes]

@@ -232,3 +232,63 @@ def test_measurements_as_json_keep_their_rows(autopar, monkeypatch):
     status, out, _ = autopar("bench", "predictions", "--json")
     printed = json.loads(out)
     assert (status, printed["rows"], printed["worst"]) == (0, rows, 0.05)
+
+
+# Questions about a plan
+
+
+def test_explain_prints_layouts_and_their_prices(autopar):
+    status, out, err = autopar("explain", "mlp-toy", "params/blocks/*/w1", "--mesh", "2,4")
+    assert (status, err) == (0, "")
+    assert out.startswith("state/params/blocks/")
+    assert "a device" in out
+    assert "at least" in out
+    status, out, _ = autopar("explain", "mlp-toy", "params/blocks/*/w1", "--mesh", "2,4", "--exact", "--json")
+    layouts = json.loads(out)["entries"][0]["layouts"]
+    assert status == 0
+    assert sum(layout["chosen"] for layout in layouts) == 1
+    assert all(layout["exact_s"] >= layout["at_least_s"] * (1 - 1e-9) for layout in layouts)
+
+
+def test_an_unknown_name_is_one_line(autopar):
+    status, out, err = autopar("explain", "mlp-toy", "params/bloks/0/w1", "--mesh", "2,4")
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert "'params/blocks/0/w1'" in err
+
+
+def test_saved_plans_side_by_side(autopar, tmp_path):
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    autopar("plan", "mlp-toy", "--mesh", "2,4", "--output", before)
+    status, out, _ = autopar("what-if", "mlp-toy", "--mesh", "2,4", "--pin", "*/w1=x", "--output", after)
+    assert status == 0
+    assert "P('x')" in out
+    status, again, _ = autopar("diff", before, after)
+    assert (status, again) == (0, out)
+    status, out, _ = autopar("explain", "mlp-toy", "*/w1", "--plan", after, "--mesh", "2,4")
+    assert status == 0
+    assert "(planned)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give what changes"),
+        (("--set", "memory_budget"), "give a name and a value"),
+        (("--set", "speed=9"), "--set speed=: not known. Available: cluster, gap, memory_budget"),
+        (("--set", "gap=small"), "give a number"),
+        (("--pin", "*/w1"), "give a name and a value, such as 'params/*/wq=x,None'"),
+        (("--pin", "*/w9=x"), "pin '*/w9' matches no argument"),
+    ],
+)
+def test_what_if_says_what_would_be_right(autopar, arguments, message):
+    status, out, err = autopar("what-if", "mlp-toy", "--mesh", "2,4", *arguments)
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert message in err
+
+
+def test_what_if_takes_options(autopar):
+    changes = ("--set", "mesh=8", "--set", "num_microbatches=2", "--set", "stages=1")
+    status, out, _ = autopar("what-if", "mlp-toy", "--mesh", "2,4", *changes, "--json")
+    assert status == 0
+    assert json.loads(out)["mesh"] == ["x=2, y=4", "x=8"]
+    assert json.loads(out)["microbatches"] == ["1", "2"]

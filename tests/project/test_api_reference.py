@@ -65,7 +65,7 @@ def test_signatures_state_every_option_with_its_type_and_default() -> None:
     types = get_type_hints(options.Options)
     assert {name: p.annotation for name, p in stated.items() if name != "fn"} == types
     assert set(inspect.signature(autopar.check).parameters) == {"fn", "args", *types}
-    assert set(inspect.signature(autopar.plan).parameters) == {"fn", "args", *types} - {"plan"}
+    assert set(inspect.signature(autopar.plan).parameters) == {"fn", "args", *types}
 
 
 def test_every_option_is_described_in_the_order_of_the_signature() -> None:

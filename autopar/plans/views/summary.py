@@ -148,7 +148,7 @@ def _activation(plan: PlanRecord, reasons: Reasons, group: Sequence[tuple[Op, in
 def collective_rows(plan: PlanRecord) -> Rows:
     """(kind, axes, times, bytes on the wire, line), most bytes first."""
     groups: dict[tuple[str, str, str], tuple[int, float]] = {}
-    for c, sent_now in _sent(plan):
+    for c, sent_now in plan.sent():
         key = (c.kind, "+".join(c.axes), c.source or _result(plan, c))
         times, sent = groups.get(key, (0, 0.0))
         groups[key] = (times + c.count, sent + sent_now)
@@ -167,13 +167,6 @@ def _result(plan: PlanRecord, c: Collective) -> str:
     if plan.pipelined:
         return "gradients, and what is handed over"
     return f"result {plan.output_paths[int(position)]}" if position != c.op and position.isdigit() else c.op
-
-
-def _sent(plan: PlanRecord) -> list[tuple[Collective, float]]:
-    """Every collective with the bytes that a device sends for it per step."""
-    if plan.pipelined:
-        return [(c, c.bytes_sent(stage.submesh)) for stage in plan.stages for c in stage.collectives]
-    return [(c, c.bytes_sent(plan.mesh)) for c in plan.collectives]
 
 
 def _foot(plan: PlanRecord) -> list[str]:

@@ -1,0 +1,195 @@
+"""Commands that ask about a plan: `explain`, `diff`, `what-if`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli.options import (
+    Batch,
+    ClusterName,
+    Hosts,
+    Json,
+    Layers,
+    MemoryBudget,
+    MeshSizes,
+    Microbatches,
+    NoCache,
+    PlanFile,
+    Remat,
+    ScheduleName,
+    Seq,
+    Stages,
+    Target,
+    cache,
+    in_stages,
+    options,
+    report,
+    sizes,
+)
+from autopar.errors import ArgumentError
+
+app = typer.Typer()
+
+
+@app.command()
+def explain(
+    target: Target,
+    name: Annotated[
+        str, typer.Argument(help="a glob for arguments, out:0, a source line such as model.py:30, or an op")
+    ],
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    memory_budget: MemoryBudget = None,
+    remat: Remat = "auto",
+    num_microbatches: Microbatches = None,
+    stages: Stages = "auto",
+    schedule: ScheduleName = "auto",
+    plan_file: PlanFile = None,
+    exact: Annotated[bool, typer.Option("--exact", help="solve again for each layout, in place of a bound")] = False,
+    as_json: Json = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Say why values of TARGET have their layouts, what that sends, and what other layouts would cost."""
+    fn, args = _loaded(target, layers, batch, seq)
+    asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
+    with cache(not no_cache):
+        plan = _planned(fn, args, plan_file, {**asked, **options(mesh, cluster, hosts, "auto", memory_budget)})
+        explanation = plan.explain(name, exact=exact)
+    report(as_json, explanation.data(), lambda: str(explanation))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="a saved plan")],
+    after: Annotated[Path, typer.Argument(help="a saved plan of the same step")],
+    as_json: Json = False,
+) -> None:
+    """Show two saved plans side by side: figures, layouts of arguments, and collectives that differ."""
+    from autopar.plans.plan import Plan
+
+    compared = Plan.load(before).diff(Plan.load(after))
+    report(as_json, compared.data(), lambda: str(compared))
+
+
+@app.command()
+def what_if(
+    target: Target,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="an option that changes, as in memory_budget=40GiB")
+    ] = None,
+    pins: Annotated[list[str] | None, typer.Option("--pin", help="a pin, as in 'params/*/wq=x,None'")] = None,
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    memory_budget: MemoryBudget = None,
+    remat: Remat = "auto",
+    num_microbatches: Microbatches = None,
+    stages: Stages = "auto",
+    schedule: ScheduleName = "auto",
+    plan_file: PlanFile = None,
+    output: Annotated[Path | None, typer.Option(help="save the plan under the changes as JSON")] = None,
+    as_json: Json = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Plan TARGET under other options as well, and show both plans side by side."""
+    changed = _changes(changes or (), pins or (), hosts)
+    fn, args = _loaded(target, layers, batch, seq)
+    asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
+    with cache(not no_cache):
+        plan = _planned(fn, args, plan_file, {**asked, **options(mesh, cluster, hosts, "auto", memory_budget)})
+        compared = plan.what_if(**changed)
+    if output is not None:
+        compared.after.save(output)
+    report(as_json, compared.data(), lambda: str(compared))
+
+
+def _loaded(target: str, layers: int | None, batch: int | None, seq: int | None) -> tuple[Any, Sequence[Any]]:
+    from autopar.zoo import targets
+
+    return targets.load(target, layers=layers, batch=batch, seq=seq)
+
+
+def _planned(fn: Any, args: Sequence[Any], plan_file: Path | None, asked: Mapping[str, Any]) -> Any:
+    """The plan, or a saved one that is checked against the function."""
+    from autopar import api
+
+    if plan_file is None:
+        return api.plan(fn, *args, **asked)
+    kept = ("mesh", "cluster", "memory_budget")
+    return api.plan(fn, *args, plan=plan_file, **{name: asked[name] for name in kept if name in asked})
+
+
+def _changes(changes: Sequence[str], pins: Sequence[str], hosts: int | None) -> dict[str, Any]:
+    """Options of `Plan.what_if`. ArgumentError for a text that is no option."""
+    changed = dict(_split(text, "--set", "memory_budget=40GiB") for text in changes)
+    unknown = [name for name in changed if name not in _VALUES]
+    if unknown:
+        raise ArgumentError(f"--set {unknown[0]}=: not known. Available: {', '.join(sorted(_VALUES))}")
+    values: dict[str, Any] = {name: _VALUES[name](text) for name, text in changed.items()}
+    if "cluster" in values:
+        from autopar.zoo import targets
+
+        values["cluster"] = targets.cluster(values["cluster"], hosts, values.get("mesh"))
+    if pins:
+        values["pins"] = dict(_pin(text) for text in pins)
+    if not values:
+        raise ArgumentError("give what changes: --set memory_budget=40GiB, or --pin 'params/*/wq=x,None'")
+    return values
+
+
+def _split(text: str, option: str, example: str) -> tuple[str, str]:
+    name, separator, value = text.rpartition("=") if option == "--pin" else text.partition("=")
+    if not separator or not name:
+        raise ArgumentError(f"{option} {text!r}: give a name and a value, such as {example}")
+    return name.strip(), value.strip()
+
+
+def _pin(text: str) -> tuple[str, Any]:
+    """ "params/*/wq=x+y,None" -> a pin of dimension 0 over two axes."""
+    from jax.sharding import PartitionSpec
+
+    name, value = _split(text, "--pin", "'params/*/wq=x,None'")
+    entries = [part.strip() for part in value.split(",")] if value else []
+    dims = [None if part in ("None", "-", "") else tuple(part.split("+")) for part in entries]
+    return name, PartitionSpec(*(dim[0] if dim is not None and len(dim) == 1 else dim for dim in dims))
+
+
+def _count_or_word(text: str) -> Any:
+    return int(text) if text.isdecimal() else text
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text):
+        raise ArgumentError(f"--set {text!r}: give a number")
+    return float(text)
+
+
+def _text(text: str) -> Any:
+    return text
+
+
+#: Option of `Plan.what_if` -> its value from text.
+_VALUES: Mapping[str, Callable[[str], Any]] = {
+    "memory_budget": _text,
+    "mesh": sizes,
+    "cluster": _text,
+    "stages": _count_or_word,
+    "num_microbatches": _count_or_word,
+    "schedule": _text,
+    "remat": _text,
+    "offload": _text,
+    "gap": _number,
+    "time_limit": _number,
+}

@@ -1,0 +1,7 @@
+"""Answers to questions about a plan that its data alone does not answer.
+
+    in     the planned step, its options, a way to plan it again
+    out    what other layouts cost; the plan under other options
+
+`origin` is what `autopar.plans.plan.Plan.origin` refers to; `autopar.passes.intra_op.alternatives` has the mathematics.
+"""

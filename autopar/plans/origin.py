@@ -1,0 +1,67 @@
+"""What a plan was made for, as far as questions about it need the step, or planning.
+
+A plan is data, and is read without the step. Two kinds of question are not answered by that data: what other layouts
+cost, and what the plan would be under other options. A plan that was just made, or was checked against a function
+(`parallelize(plan=...)`), refers to an `Origin`, which answers them. It is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A layout that some values can have, and the step time of the best plan in which all of them have it.
+
+    Attributes:
+        layout: the layout.
+        at_least_s: lower bound on the step time (s) with this layout.
+        exact_s: the step time (s) of the best plan that was found with this layout; inf if no plan has it. None if it
+            was not asked for.
+        proven: whether `exact_s` is proven to be the optimum.
+    """
+
+    layout: Layout
+    at_least_s: float
+    exact_s: float | None = None
+    proven: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The best that is known of the step time (s): exact, or the lower bound."""
+        return self.at_least_s if self.exact_s is None else self.exact_s
+
+
+class Origin(Protocol):
+    """The step that a plan was made for."""
+
+    @property
+    def graph(self) -> Graph | None:
+        """The program that is executed; None for a pipeline, which has one per stage."""
+        ...
+
+    def alternatives(
+        self, values: Sequence[int], *, exact: bool = False, layouts: Sequence[Layout] | None = None
+    ) -> Sequence[Alternative]:
+        """The layouts that these values of `graph` can have in common, the cheapest first; empty if none are priced.
+
+        Args:
+            values: numbers in the graph.
+            exact: solve the problem again for each layout, besides bounding it.
+            layouts: only these, if the values can have them.
+        """
+        ...
+
+    def pinned(self, position: int) -> str:
+        """What fixes the layout of an argument leaf, in words; "" if it is free."""
+        ...
+
+    def replanned(self, changes: Mapping[str, Any]) -> Any:
+        """The best plan under other options, those of `autopar.parallelize`; pins are added to those there are."""
+        ...

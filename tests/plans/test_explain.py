@@ -1,0 +1,189 @@
+"""Why values have their layouts, what others would cost, and two plans side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import zoo
+from autopar.bench.equal.case import dear
+from autopar.errors import ArgumentError
+from autopar.ir.text import WIDTH
+
+MESH = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return zoo.build("mlp-toy")
+
+
+@pytest.fixture(scope="module")
+def plan(mlp):
+    return autopar.plan(mlp.step, *mlp.abstract_args(), mesh=MESH, cluster=dear(MESH))
+
+
+def only(explanation):
+    (entry,) = explanation.entries
+    return entry
+
+
+@pytest.mark.parametrize("name", ["params/blocks/*/w1", "state/params/blocks/*/w1"])
+def test_equal_layers_are_one_entry_whose_layouts_are_priced(plan, name):
+    entry = only(plan.explain(name))
+    assert entry.name == "state/params/blocks/*/w1 x2"
+    planned = next(a for a in entry.alternatives if a.layout == entry.chosen)
+    assert planned.at_least_s <= plan.step_time_s * (1 + 1e-9)
+    assert len(entry.alternatives) > 3
+    assert all(a.exact_s is None and a.at_least_s >= plan.lower_bound_s * 0.9 for a in entry.alternatives)
+    assert [a.seconds for a in entry.alternatives] == sorted(a.seconds for a in entry.alternatives)
+
+
+def test_exact_prices_are_above_the_bounds_and_the_planned_layout_costs_the_step(plan):
+    entry = only(plan.explain("params/blocks/0/w1", exact=True))
+    assert all(a.proven and a.exact_s >= a.at_least_s * (1 - 1e-9) for a in entry.alternatives)
+    planned = next(a for a in entry.alternatives if a.layout == entry.chosen)
+    assert planned.exact_s == pytest.approx(plan.step_time_s, rel=plan.gap + 1e-6)
+    assert min(a.exact_s for a in entry.alternatives) <= plan.step_time_s * (1 + 1e-9)
+
+
+def test_it_prints_layouts_sizes_and_differences(plan):
+    last = len(plan.inputs) - 1
+    text = str(plan.explain(f"arg:{last}"))
+    assert text.startswith(f"{plan.input_paths[last]}: {plan.input_types[last]} as P(")
+    assert "a device" in text
+    assert "(planned)" in text
+    assert "at least" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_a_source_line_and_an_operation_are_what_they_compute(plan):
+    line = next(c.source for c in plan.collectives if c.source)
+    entries = plan.explain(line).entries
+    assert all(line in entry.name for entry in entries)
+    assert sum(entry.bytes_sent for entry in entries) > 0
+    assert {entry.name.split()[0] for entry in plan.explain("dot_general").entries} == {"dot_general"}
+
+
+def test_a_result(plan):
+    entry = only(plan.explain(f"out:{len(plan.outputs) - 1}"))
+    assert (entry.name, entry.alternatives) == (f"result {plan.output_paths[-1]}", ())
+
+
+def test_a_pin_is_named(mlp):
+    pinned = autopar.plan(mlp.step, *mlp.abstract_args(), mesh=MESH, pins={"params/blocks/*/w1": P("x")})
+    entry = only(pinned.explain("params/blocks/*/w1"))
+    assert "fixed by the pin 'params/blocks/*/w1'" in entry.reasons
+    assert len(entry.alternatives) == 1
+
+
+def test_an_unknown_name_has_neighbours(plan):
+    with pytest.raises(ArgumentError, match=r"'params/blocks/0/wi' is no argument, .*'params/blocks/0/w1'"):
+        plan.explain("params/blocks/0/wi")
+
+
+def test_a_plan_from_a_file_has_prices_with_its_step(plan, mlp, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = autopar.Plan.load(path)
+    assert loaded == replace(plan, origin=None)
+    assert only(loaded.explain("params/blocks/*/w1")).alternatives == ()
+    assert "not priced without the step" in str(loaded.explain("params/blocks/*/w1"))
+    checked = autopar.plan(mlp.step, *mlp.abstract_args(), plan=path, cluster=dear(MESH))
+    assert str(checked.explain("params/blocks/*/w1")) == str(plan.explain("params/blocks/*/w1"))
+    elsewhere = autopar.plan(mlp.step, *mlp.abstract_args(), plan=path)
+    with pytest.raises(ArgumentError, match="give cluster= as it was then"):
+        elsewhere.explain("params/blocks/*/w1")
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w["up"]) @ w["down"])
+
+
+def train(w, x):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w, x))
+
+
+def test_where_memory_binds_exact_prices_fit_and_faster_layouts_are_left_out():
+    """With a budget the plan is slower than without; no layout of an argument is priced below what fits."""
+    args = {n: jax.ShapeDtypeStruct((512, 512), jnp.float32) for n in ("up", "down")}, jnp.zeros((64, 512))
+    options = {"mesh": (4,), "cluster": dear((4,)), "remat": "none", "offload": "none", "gap": 0.0}
+    free = autopar.plan(train, *args, **options)
+    least = autopar.plan(train, *args, memory_budget="min", **options)
+    budget = (free.peak_memory_bytes + least.peak_memory_bytes) / 2
+    tight = autopar.plan(train, *args, memory_budget=budget, **options)
+    assert tight.step_time_s > free.step_time_s
+    for a in only(tight.explain("w/up", exact=True)).alternatives:
+        assert a.exact_s >= tight.step_time_s * (1 - 1e-9)
+        assert a.at_least_s <= a.exact_s * (1 + 1e-9)
+
+
+# Two plans side by side
+
+
+def test_what_if_is_the_plan_with_the_option(plan, mlp):
+    compared = plan.what_if(pins={"params/blocks/*/w1": P("x")})
+    again = autopar.plan(
+        mlp.step, *mlp.abstract_args(), mesh=MESH, cluster=dear(MESH), pins={"params/blocks/*/w1": P("x")}
+    )
+    assert replace(compared.after, phases={}, origin=None) == replace(again, phases={}, origin=None)
+    assert compared.before is plan
+    assert compared.slower_s == again.step_time_s - plan.step_time_s
+    assert {after for path, (_, after) in compared.layouts.items() if path.endswith("params/blocks/0/w1")} <= {"P('x')"}
+
+
+def test_what_if_adds_pins_and_goes_on_from_its_plan(plan):
+    first = plan.what_if(pins={"params/blocks/0/w1": P("x")}).after
+    both = first.what_if(pins={"params/blocks/0/w2": P("x")}).after
+    specs = both.shardings()
+    assert specs["state/params/blocks/0/w1"] == specs["state/params/blocks/0/w2"] == P("x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"static_argnums": 0}, "static_argnums= cannot be another"),
+        ({"memory_bugdet": 1}, "option 'memory_bugdet' is not known"),
+        ({"stages": 0}, "stages=0 must be"),
+    ],
+)
+def test_what_if_refuses(plan, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        plan.what_if(**options)
+
+
+def test_what_if_needs_the_step(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(ArgumentError, match="what_if needs the step"):
+        autopar.Plan.load(tmp_path / "plan.json").what_if(stages=2)
+
+
+def test_a_plan_does_not_keep_the_arrays_of_the_call(mlp):
+    state, batch = mlp.args() if hasattr(mlp, "args") else mlp.abstract_args()
+    plan = autopar.plan(mlp.step, state, batch, mesh=MESH)
+    kept = plan.origin.replan.__closure__
+    leaves = [leaf for cell in kept for leaf in jax.tree.leaves(getattr(cell.cell_contents, "args", ()))]
+    assert leaves
+    assert all(isinstance(leaf, int) for leaf in leaves)
+
+
+def test_stages_beside_one_mesh(plan):
+    compared = plan.what_if(stages=2)
+    text = str(compared)
+    assert "2 stages" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "stages" in compared.data()
+    back = compared.after.what_if(stages=1, num_microbatches=1)
+    assert back.after.step_time_s == pytest.approx(plan.step_time_s, rel=0.01)
+    assert "not priced in the stages" in str(compared.after.explain("params/blocks/0/w1"))
+
+
+def test_a_plan_beside_itself_has_no_difference(plan):
+    compared = plan.diff(plan)
+    assert (compared.slower_s, compared.layouts, compared.data()["collectives"]) == (0.0, {}, [])
+    assert "are the same" in str(compared)
