@@ -3,5 +3,6 @@
     in     the planned step, its options, a way to plan it again
     out    what other layouts cost; the plan under other options
 
-`origin` is what `autopar.plans.plan.Plan.origin` refers to; `autopar.passes.intra_op.alternatives` has the mathematics.
+`origin` is what `autopar.plans.plan.Plan.origin` refers to, `problems` the problems of the step and of its stages;
+`autopar.passes.intra_op.alternatives` has the mathematics. Read `origin` first.
 """

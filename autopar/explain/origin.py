@@ -1,39 +1,27 @@
 """The step that a plan was made for, kept to price other layouts and to plan under other options.
 
-other layouts    the problem of the executed program on the mesh of the plan, built when it is first asked for
-                                                                          -> autopar/passes/intra_op/alternatives.py
-memory           a plan with another layout that does not fit is solved again within the budget    -> _exact
-other options    the step is planned again from its trace                                          -> replanned
+other layouts    in the problem of the step, or of a stage, built when first asked for    -> autopar/explain/problems.py
+other options    the step is planned again from its trace                                 -> StepOrigin.replanned
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar import jax_compat
-from autopar.cost_models import offload
-from autopar.cost_models.compiler.backends import backend_of
-from autopar.cost_models.memory.liveness import Liveness
-from autopar.errors import ArgumentError, MemoryBudgetError, SolverError
+from autopar.errors import ArgumentError
+from autopar.explain.problems import Subject, of_stage, whole_step
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.options import Settings, settings
-from autopar.passes.intra_op.alternatives import Alternatives
-from autopar.passes.mesh_search.planner import collector_paused, make_model
+from autopar.passes.mesh_search.planner import collector_paused
 from autopar.passes.op_groups.constraints import resolve
-from autopar.passes.remat import memory_policy
-from autopar.passes.remat.options import Options
-from autopar.passes.solver.optimize import Solution, optimize
-from autopar.plans.origin import Alternative
+from autopar.plans.origin import Alternative, Prices
 from autopar.plans.plan import Plan
 from autopar.runtime.planned_step import PlannedStep
 
-#: Time limit (s) of solving the problem again for one layout.
-EXACT_SECONDS = 10.0
 #: Options that `replanned` does not take: they say what the arguments are, or give a plan instead of making one.
 KEPT = ("static_argnums", "plan")
 
@@ -51,34 +39,66 @@ class StepOrigin:
     step: PlannedStep
     settings: Settings
     replan: Callable[[Settings], Plan]
+    _subjects: dict[int, Subject] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph | None:
         """See `autopar.plans.origin.Origin`."""
         return None if self.step.plan.pipelined else self.step.traced.graph
 
-    def alternatives(
+    def price_values(
         self, values: Sequence[int], *, exact: bool = False, layouts: Sequence[Layout] | None = None
-    ) -> Sequence[Alternative]:
+    ) -> Prices:
         """See `autopar.plans.origin.Origin`."""
+        assert self.graph is not None
+        return self._priced(-1, values, exact, layouts)
+
+    def price_arguments(
+        self, positions: Sequence[int], *, exact: bool = False, layouts: Sequence[Layout] | None = None
+    ) -> Prices:
+        """See `autopar.plans.origin.Origin`."""
+        number = -1
         if self.graph is None:
-            return ()
+            owners = {n for n, stage in enumerate(self.step.plan.stages) if {*positions} & {*stage.arguments}}
+            if len(owners) != 1:
+                return Prices("step", self.step.plan.step_time_s, ())
+            (number,) = owners
+        with collector_paused(), jax_compat.automatic_axes():
+            values = [self._subject(number).values[i] for i in positions]
+        return self._priced(number, values, exact, layouts)
+
+    def _priced(self, number: int, values: Sequence[int], exact: bool, layouts: Sequence[Layout] | None) -> Prices:
+        """Prices in the problem of a stage; -1: of the step on one mesh."""
+        with collector_paused(), jax_compat.automatic_axes():
+            subject = self._subject(number)
+            possible = subject.alternatives.layouts(values)
+            wanted = [layout for layout in possible if layouts is None or layout in layouts]
+            alternatives = [
+                Alternative(
+                    layout,
+                    subject.local_bytes(values[0], layout),
+                    subject.alternatives.bound(values, layout),
+                    *(subject.exact_s(values, layout) if exact else ()),
+                )
+                for layout in wanted
+            ]
+        ranked = sorted(alternatives, key=lambda a: (a.seconds, a.at_least_s))
+        return Prices(subject.name, subject.seconds, tuple(ranked))
+
+    def _subject(self, number: int) -> Subject:
+        """The problem of a stage, or of the step on one mesh (-1), built once."""
         if (priced_on := self.step.target.cluster.name) != self.step.plan.cluster:
             raise ArgumentError(
                 f"the plan was priced on the cluster '{self.step.plan.cluster}', and its step is loaded with "
                 f"'{priced_on}': give cluster= as it was then"
             )
-        with collector_paused(), jax_compat.automatic_axes():
-            priced = self._alternatives
-            priced_layouts = [
-                replace(
-                    Alternative(layout, max(priced.bound(values, layout), 0.0)),
-                    **(self._exact(values, layout) if exact else {}),
-                )
-                for layout in priced.layouts(values)
-                if layouts is None or layout in layouts
-            ]
-        return sorted(priced_layouts, key=lambda a: (a.seconds, a.at_least_s))
+        if number not in self._subjects:
+            if number < 0:
+                self._subjects[number] = whole_step(self.step, self.settings)
+            else:
+                fixed = [i for i in self.step.plan.stages[number].arguments if self.pinned(i)]
+                self._subjects[number] = of_stage(self.step, self.settings, number, fixed)
+        return self._subjects[number]
 
     def pinned(self, position: int) -> str:
         """See `autopar.plans.origin.Origin`."""
@@ -105,32 +125,3 @@ class StepOrigin:
         pins = {**(self.settings.pins or {}), **(changes.get("pins") or {})}
         checked = settings({**changes, **({"pins": pins} if "pins" in changes else {})})
         return self.replan(replace(self.settings, **{name: getattr(checked, name) for name in changes}))
-
-    @cached_property
-    def _alternatives(self) -> Alternatives:
-        step, plan = self.step, self.step.plan
-        options = Options(pins=self.settings.pins, rules=step.registered)
-        model = make_model(step.traced, step.target.logical, options)
-        model = offload.priced(model, step.traced.graph, step.target.logical, plan.offloaded)
-        return Alternatives(model, plan.step_time_s)
-
-    @cached_property
-    def _liveness(self) -> Liveness:
-        step, mesh = self.step, self.step.target.logical
-        backend = backend_of(mesh.device)
-        backend = replace(backend, keeps_barriers=True) if step.plan.remat else backend
-        model = self._alternatives.model
-        return Liveness(step.traced.graph, model, mesh, backend, step.plan.donated, step.plan.offloaded)
-
-    def _exact(self, values: Sequence[int], layout: Layout) -> dict[str, Any]:
-        """`exact_s` and `proven` of a layout."""
-        problem = self._alternatives.restricted(values, layout)
-        options = memory_policy.SolverOptions(self.settings.solver, EXACT_SECONDS, gap=0.0)
-        budget, mesh = self.settings.memory_budget, self.step.target.logical
-        try:
-            solution: Solution = optimize(problem, **options.keywords())
-            if not memory_policy.fits(self._liveness.peak(solution.assignment)[0], mesh, budget):
-                solution = memory_policy.solve(problem, self._liveness, mesh, budget, options, fastest=lambda: solution)
-        except (MemoryBudgetError, SolverError):
-            return {"exact_s": math.inf}
-        return {"exact_s": solution.objective, "proven": solution.gap == 0.0}

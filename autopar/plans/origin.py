@@ -17,45 +17,67 @@ from autopar.ir.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A layout that some values can have, and the step time of the best plan in which all of them have it.
+    """A layout that some values can have, and the time of the best plan in which all of them have it.
 
     Attributes:
         layout: the layout.
-        at_least_s: lower bound on the step time (s) with this layout.
-        exact_s: the step time (s) of the best plan that was found with this layout; inf if no plan has it. None if it
-            was not asked for.
+        local_bytes: bytes of one of the values on a device.
+        at_least_s: lower bound on the time (s per step) with this layout.
+        exact_s: the time (s per step) of the best plan that was found with this layout; inf if no plan has it. None if
+            it was not asked for.
         proven: whether `exact_s` is proven to be the optimum.
     """
 
     layout: Layout
+    local_bytes: int
     at_least_s: float
     exact_s: float | None = None
     proven: bool = False
 
     @property
     def seconds(self) -> float:
-        """The best that is known of the step time (s): exact, or the lower bound."""
+        """The best that is known of the time (s per step): exact, or the lower bound."""
         return self.at_least_s if self.exact_s is None else self.exact_s
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the layouts that some values can have cost.
+
+    Attributes:
+        subject: what takes the time: "step", or a stage such as "stage 0", whose seconds are those in which it is busy
+            per step. Other stages are as planned.
+        seconds: what that takes as planned (s per step).
+        alternatives: the layouts, the cheapest first; empty if none are priced.
+    """
+
+    subject: str
+    seconds: float
+    alternatives: tuple[Alternative, ...]
+
+
 class Origin(Protocol):
-    """The step that a plan was made for."""
+    """The step that a plan was made for.
+
+    `exact` solves the problem again for each layout, besides bounding it; `layouts` are those to price, by default all
+    that the values can have in common.
+    """
 
     @property
     def graph(self) -> Graph | None:
         """The program that is executed; None for a pipeline, which has one per stage."""
         ...
 
-    def alternatives(
+    def price_values(
         self, values: Sequence[int], *, exact: bool = False, layouts: Sequence[Layout] | None = None
-    ) -> Sequence[Alternative]:
-        """The layouts that these values of `graph` can have in common, the cheapest first; empty if none are priced.
+    ) -> Prices:
+        """What layouts of these values of `graph` cost."""
+        ...
 
-        Args:
-            values: numbers in the graph.
-            exact: solve the problem again for each layout, besides bounding it.
-            layouts: only these, if the values can have them.
-        """
+    def price_arguments(
+        self, positions: Sequence[int], *, exact: bool = False, layouts: Sequence[Layout] | None = None
+    ) -> Prices:
+        """What layouts of these argument leaves cost; in a pipeline, leaves that one stage stores."""
         ...
 
     def pinned(self, position: int) -> str:

@@ -13,6 +13,7 @@ import autopar
 from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError
+from autopar.ir.layout import spec
 from autopar.ir.text import WIDTH
 
 MESH = (2, 4)
@@ -180,7 +181,26 @@ def test_stages_beside_one_mesh(plan):
     assert "stages" in compared.data()
     back = compared.after.what_if(stages=1, num_microbatches=1)
     assert back.after.step_time_s == pytest.approx(plan.step_time_s, rel=0.01)
-    assert "not priced in the stages" in str(compared.after.explain("params/blocks/0/w1"))
+
+
+def test_a_stage_is_priced_by_the_time_that_it_is_busy(mlp):
+    options = {"mesh": (4,), "cluster": dear((4,)), "stages": 2, "num_microbatches": 2, "gap": 0.0}
+    plan = autopar.plan(mlp.step, *mlp.abstract_args(), **options)
+    entry = only(plan.explain("params/blocks/1/w1", exact=True))
+    assert entry.prices.subject == "stage 1"
+    assert f"stored by {entry.prices.subject}" in entry.reasons
+    planned = next(a for a in entry.alternatives if a.layout == entry.chosen)
+    # the problem prices local slices, the times of passes do not
+    assert planned.exact_s == pytest.approx(entry.prices.seconds, rel=1e-3)
+    assert min(a.exact_s for a in entry.alternatives) == pytest.approx(planned.exact_s, rel=1e-6)
+    assert all(a.at_least_s <= a.exact_s * (1 + 1e-9) for a in entry.alternatives)
+    assert "stage 1" in str(plan.explain("params/blocks/1/w1"))
+    dearest = max(entry.alternatives, key=lambda a: a.exact_s)
+    pin = spec(dearest.layout, 2, plan.mesh_names)
+    pinned = plan.what_if(pins={"params/blocks/1/w1": pin}).after
+    assert pinned.stages[0].seconds == pytest.approx(plan.stages[0].seconds)
+    passes = pinned.num_microbatches * (pinned.stages[1].seconds["F"] + pinned.stages[1].seconds["B"])
+    assert passes + pinned.stages[1].seconds["once"] == pytest.approx(dearest.exact_s, rel=1e-3)
 
 
 def test_a_plan_beside_itself_has_no_difference(plan):

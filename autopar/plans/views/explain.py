@@ -6,8 +6,9 @@
     "dot_general"               an operation
 
 What other layouts cost needs the step (`autopar.plans.origin`). All values of an entry change their layout together,
-and everything else is planned anew around them, in the same program and on the same mesh. A plan under such a pin takes
-as long, unless another mesh, or the recomputation of other layers, would then be better.
+and everything else is planned anew around them, in the same program and on the same mesh; in a pipeline inside their
+stage, whose seconds are then told. A plan under such a pin takes as long, unless another mesh, or the recomputation of
+other layers, would then be better.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autopar.errors import ArgumentError
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
-from autopar.ir.layout import Layout, local_shape, replicated, spec
+from autopar.ir.layout import Layout, replicated, spec
 from autopar.ir.text import Rows, seconds, size, spec_text, table
-from autopar.plans.origin import Alternative, Origin
+from autopar.plans.origin import Alternative, Origin, Prices
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import argument_groups, host, label, owner
 from autopar.plans.views.reasons import Reasons, layout_text
@@ -45,8 +46,7 @@ class Entry:
         reasons: the effect of the layout, where the values are stored, and what fixes the layout.
         collectives: communication at the places that read them, or that makes them.
         bytes_sent: bytes that each device sends per step for these collectives.
-        alternatives: layout -> step time with it, the cheapest first; empty if none are priced.
-        local_bytes: layout -> bytes of one value on a device.
+        prices: what their layouts cost; None without the step.
         chosen: their layout.
     """
 
@@ -56,9 +56,13 @@ class Entry:
     reasons: tuple[str, ...]
     collectives: tuple[Collective, ...]
     bytes_sent: float
-    alternatives: tuple[Alternative, ...]
-    local_bytes: Mapping[Layout, int]
+    prices: Prices | None
     chosen: Layout
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The layouts that they can have, the cheapest first; empty if none are priced."""
+        return () if self.prices is None else self.prices.alternatives
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,14 @@ class Explanation:
             "spec": self._spec(entry, entry.chosen),
             "reasons": list(entry.reasons),
             "bytes_sent": entry.bytes_sent,
+            "subject": None if entry.prices is None else entry.prices.subject,
+            "seconds": None if entry.prices is None else entry.prices.seconds,
             "collectives": [asdict(c) for c in entry.collectives],
             "layouts": [
                 {
                     "spec": self._spec(entry, a.layout),
                     "chosen": a.layout == entry.chosen,
-                    "local_bytes": entry.local_bytes[a.layout],
+                    "local_bytes": a.local_bytes,
                     "at_least_s": a.at_least_s,
                     "exact_s": a.exact_s,
                     "proven": a.proven,
@@ -119,34 +125,36 @@ class Explanation:
         if entry.collectives:
             times = sum(c.count for c in entry.collectives)
             yield f"  {size(entry.bytes_sent)} sent per device and step in {times:,} collectives"
-        if len(entry.alternatives) > 1:
-            yield table("layout", ("", "a device", "step", "difference"), self._rows(entry))
+        if entry.prices is not None and len(entry.alternatives) > 1:
+            yield table("layout", ("", "a device", entry.prices.subject, "difference"), self._rows(entry))
         yield ""
 
     def _rows(self, entry: Entry) -> Rows:
         rows: Rows = []
+        planned_s = entry.prices.seconds if entry.prices is not None else 0.0
         for a in entry.alternatives[:SHOWN]:
             chosen = a.layout == entry.chosen
             text = f"{self._spec(entry, a.layout)}{' (planned)' if chosen else ''}"
-            rows.append((text, size(entry.local_bytes[a.layout]), *self._step(a, chosen)))
+            rows.append((text, size(a.local_bytes), *_time(a, planned_s, chosen)))
         more = len(entry.alternatives) - SHOWN
         return [*rows, (f"{more} more", "", "", "")] if more > 0 else rows
 
     def _spec(self, entry: Entry, layout: Layout) -> str:
         return spec_text(spec(layout, len(entry.shape), self.mesh_names))
 
-    def _step(self, a: Alternative, chosen: bool) -> tuple[str, str]:
-        """The step time with a layout and its difference to the plan's, in words."""
-        if chosen:
-            return seconds(self.step_time_s), ""
-        if math.isinf(a.seconds):
-            return "no plan", ""
-        bound = "" if a.proven else "at least " if a.exact_s is None else "about "
-        difference = a.seconds - self.step_time_s
-        if abs(difference) <= EQUAL * self.step_time_s:
-            return f"{bound}{seconds(a.seconds)}", "none"
-        sign = "+" if difference > 0 else "-"
-        return f"{bound}{seconds(a.seconds)}", f"{sign}{seconds(abs(difference))}, {difference / self.step_time_s:+.2%}"
+
+def _time(a: Alternative, planned_s: float, chosen: bool) -> tuple[str, str]:
+    """The time with a layout and its difference to that as planned, in words."""
+    if chosen:
+        return seconds(planned_s), ""
+    if math.isinf(a.seconds):
+        return "no plan", ""
+    bound = "" if a.proven else "at least " if a.exact_s is None else "about "
+    difference = a.seconds - planned_s
+    if abs(difference) <= EQUAL * planned_s:
+        return f"{bound}{seconds(a.seconds)}", "none"
+    sign = "+" if difference > 0 else "-"
+    return f"{bound}{seconds(a.seconds)}", f"{sign}{seconds(abs(difference))}, {difference / planned_s:+.2%}"
 
 
 def explain(plan: PlanRecord, target: str, origin: Origin | None, *, exact: bool) -> Explanation:
@@ -188,7 +196,7 @@ class _Source:
         """Why other layouts are not priced."""
         if self.origin is None:
             return "other layouts are not priced without the step: autopar.plan(fn, *args, plan=path) has it"
-        return "other layouts are not priced in the stages of a pipeline" if self.graph is None else ""
+        return ""
 
     @property
     def names(self) -> set[str]:
@@ -216,7 +224,8 @@ class _Source:
         plan, first = self.plan, group[0]
         stage = owner(plan, first)
         layout, shape = plan.inputs[first], plan.input_shapes[first]
-        reasons = [layout_text(layout, shape, plan) + host(plan, first)]
+        submesh = plan if stage is None else replace(plan, mesh_sizes=tuple(stage.submesh.values()))
+        reasons = [layout_text(layout, shape, submesh) + host(plan, first)]
         collectives: tuple[Collective, ...] = ()
         if self.graph is not None:
             whole = Reasons(plan, self.graph)
@@ -225,9 +234,9 @@ class _Source:
             reasons.append(f"stored by {stage.name}" if stage else "cut into microbatches in the stages that read it")
         if pin := self.origin.pinned(first) if self.origin is not None else "":
             reasons.append(f"fixed by {pin}")
-        values = () if self.graph is None else [self.graph.inputs[i] for i in group]
         name = label([plan.input_paths[i] for i in group])
-        return self._entry(name, plan.input_types[first], shape, layout, values, reasons, collectives)
+        prices = None if self.origin is None else self.origin.price_arguments(group, exact=self.exact)
+        return self._entry(name, plan.input_types[first], shape, layout, prices, reasons, collectives)
 
     def results(self, target: str) -> Iterator[Entry]:
         """The entry of the result that a position, "out:0", or a path names."""
@@ -239,7 +248,7 @@ class _Source:
                 name = f"result {path}" if path else f"result {i}"
                 reasons = [layout_text(layout, shape, plan)]
                 collectives = [c for c, _ in plan.sent() if c.op == f"out{i}"]
-                yield self._entry(name, of_type or str(list(shape)), shape, layout, (), reasons, collectives)
+                yield self._entry(name, of_type or str(list(shape)), shape, layout, None, reasons, collectives)
 
     def operations(self, target: str) -> Iterator[Entry]:
         """Entries of the values that a source line, or an operation, computes; without a graph its collectives."""
@@ -248,7 +257,7 @@ class _Source:
             for line in dict.fromkeys(c.source for c in here):
                 mine = [c for c in here if c.source == line]
                 kinds = ", ".join(sorted({c.kind for c in mine}))
-                yield self._entry(line, kinds, (), replicated(len(self.plan.mesh_names)), (), (), mine)
+                yield self._entry(line, kinds, (), replicated(len(self.plan.mesh_names)), None, (), mine)
             return
         reasons = Reasons(self.plan, self.graph)
         layouts = self.plan.stages[0].values
@@ -276,22 +285,13 @@ class _Source:
         of_type: str,
         shape: tuple[int, ...],
         layout: Layout,
-        values: Sequence[int],
+        prices: Prices | None,
         reasons: Sequence[str],
         collectives: Sequence[Collective],
     ) -> Entry:
-        alternatives, local = tuple[Alternative, ...](), dict[Layout, int]()
-        if self.graph is not None and self.origin is not None and values:
-            alternatives = tuple(self.origin.alternatives(values, exact=self.exact))
-            itemsize = self.graph.types[values[0]].itemsize
-            local = {a.layout: _nbytes(a.layout, shape, self.plan.mesh_sizes, itemsize) for a in alternatives}
         wanted = {*collectives}
         sent = math.fsum(nbytes for c, nbytes in self.plan.sent() if c in wanted)
-        return Entry(name, of_type, shape, tuple(reasons), tuple(collectives), sent, alternatives, local, layout)
-
-
-def _nbytes(layout: Layout, shape: Sequence[int], sizes: Sequence[int], itemsize: int) -> int:
-    return math.prod(local_shape(layout, shape, sizes)) * itemsize
+        return Entry(name, of_type, shape, tuple(reasons), tuple(collectives), sent, prices, layout)
 
 
 def _at(reasons: Reasons, graph: Graph, group: Sequence[int]) -> tuple[Collective, ...]:

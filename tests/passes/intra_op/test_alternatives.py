@@ -64,9 +64,9 @@ def sampled(name: str, rng: Random) -> tuple[str, autopar.Plan, tuple[int, ...],
         layouts = [a.layout for a in entry.alternatives if divides(a.layout, entry.shape, plan.mesh_sizes)]
         if not further and len(layouts) > 1:
             layout = rng.choice(layouts)
-            values = [v for v, p in zip(plan.origin.graph.inputs, plan.input_paths, strict=True) if fnmatch(p, glob)]
-            alternatives = plan.origin.alternatives(values, exact=True, layouts=[layout])
-            return glob, plan, entry.shape, layout, alternatives[0].seconds
+            positions = [i for i, path in enumerate(plan.input_paths) if fnmatch(path, glob)]
+            (alternative,) = plan.origin.price_arguments(positions, exact=True, layouts=[layout]).alternatives
+            return glob, plan, entry.shape, layout, alternative.seconds
 
 
 def difference(name: str, seed: int) -> float:
@@ -107,7 +107,8 @@ def test_bounds_hold_and_tell_dear_layouts_from_cheap_ones():
         dearest, bounded = max(excess)
         assert dearest > 0.1 * objective
         assert bounded > dearest / 4
-        assert min(excess)[0] <= ROUNDING * objective
+        if len(values) == 1:
+            assert min(excess)[0] <= ROUNDING * objective
 
 
 @settings(deadline=None, max_examples=10)
