@@ -76,6 +76,8 @@ def plan(
     time_limit: TimeLimit = None,
     output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
     picture: Annotated[Path | None, typer.Option(help="draw the plan: a .png or .svg file")] = None,
+    time: Annotated[bool, typer.Option("--time", help="print where the time goes, by source line or stage")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="print what the memory holds, by kind and in time")] = False,
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
@@ -103,7 +105,13 @@ def plan(
     if picture is not None:
         planned.picture(picture)
         say(f"drawn to {picture}")
-    print(planned.to_json() if as_json else planned.summary(apply_rewrites(trace(fn, *args), planned).graph))
+    if as_json:
+        print(planned.to_json())
+        return
+    if not (time or memory):
+        print(planned.summary(apply_rewrites(trace(fn, *args), planned).graph))
+    for use in (*((planned.time(),) if time else ()), *((planned.memory(),) if memory else ())):
+        print(str(use).lstrip("\n"))
 
 
 @app.command()

@@ -74,14 +74,13 @@ class StepOrigin:
             possible = subject.alternatives.layouts(values)
             wanted = [layout for layout in possible if layouts is None or layout in layouts]
             alternatives = [
-                Alternative(
-                    layout,
-                    subject.local_bytes(values[0], layout),
-                    subject.alternatives.bound(values, layout),
-                    *(subject.exact_s(values, layout) if exact else ()),
-                )
+                Alternative(layout, subject.local_bytes(values[0], layout), subject.alternatives.bound(values, layout))
                 for layout in wanted
             ]
+            if exact:
+                solved = [subject.exact_s(values, layout) for layout in wanted]
+                pairs = zip(alternatives, solved, strict=True)
+                alternatives = [replace(a, exact_s=seconds, proven=proven) for a, (seconds, proven) in pairs]
         ranked = sorted(alternatives, key=lambda a: (a.seconds, a.at_least_s))
         return Prices(subject.name, subject.seconds, tuple(ranked))
 

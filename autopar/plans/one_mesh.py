@@ -2,6 +2,7 @@
 
 solution -> layouts, collectives      passes/intra_op/extract.py
 layouts of results                    -> _output_layout
+seconds by source line                plans/time_spent.py
 seconds by part                       -> _parts
 memory                                cost_models/memory/report.py
 what is replicated or uneven, and why -> _notes
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_models import offload
 from autopar.cost_models.compiler import hbm_traffic
 from autopar.cost_models.flops import main_dtype, model_flops
+from autopar.cost_models.memory.report import over_time
 from autopar.cost_models.sharding.groups import Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
@@ -32,8 +34,12 @@ from autopar.plans import imbalance
 from autopar.plans.forms import axis_forms
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
+from autopar.plans.time_spent import time_spent
 from autopar.rules import Rule
 from autopar.rules.inherent import reason
+
+#: Moments of memory over time that a plan contains.
+MOMENTS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +107,7 @@ def export(mesh_solution: MeshSolution) -> Plan:
         peak_memory_bytes=mesh_solution.memory.peak_bytes,
         memory=mesh_solution.memory.kinds,
         host_memory_bytes=round(host_bytes),
+        over_time=over_time(draft.liveness, solution.assignment, MOMENTS),
     )
     account = imbalance.measure(graph, model.grouping.rules, stage)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
@@ -138,6 +145,7 @@ def export(mesh_solution: MeshSolution) -> Plan:
         remat=draft.policies,
         offloaded=tuple(sorted(draft.hosted)),
         forms=axis_forms(graph, stage, model.grouping.rules),
+        spent=time_spent(graph, model, solution.assignment, planned, mesh, copied),
         notes=(
             *mesh_solution.notes,
             *_notes(graph, model.grouping, account, inputs, mesh),

@@ -24,6 +24,7 @@ from autopar.plans.views.diff import PlanDiff
 from autopar.plans.views.explain import Explanation, explain
 from autopar.plans.views.picture import draw
 from autopar.plans.views.summary import summary
+from autopar.plans.views.usage import MemoryUse, TimeUse, memory_use, time_use
 from autopar.version import VERSION
 
 
@@ -80,6 +81,7 @@ class Plan(PlanRecord):
         offloaded: positions of the argument leaves that are in host memory between steps.
         forms: mesh axis -> form of parallelism (`autopar.plans.forms.FORMS`) -> share of the FLOPs of the
             forward pass's products; empty for stages.
+        spent: predicted seconds by source line, which add up to the step; empty for stages.
         notes: remarks for the user: replicated operations, padding, side effects, fallbacks.
         version: version of autopar that made the plan.
         format: version of the file format.
@@ -106,6 +108,14 @@ class Plan(PlanRecord):
             ArgumentError: the name matches nothing; the message has the nearest names.
         """
         return explain(self, name, self.origin, exact=exact)
+
+    def time(self) -> TimeUse:
+        """Where the predicted step time goes: by source line on one mesh, by stage and pass in a pipeline."""
+        return time_use(self)
+
+    def memory(self) -> MemoryUse:
+        """What a device holds at the peak, by kind of tensor and stage; on one mesh also in the course of the step."""
+        return memory_use(self)
 
     def diff(self, other: PlanRecord) -> PlanDiff:
         """This plan beside another of the same step: figures, layouts of arguments, and collectives that differ.

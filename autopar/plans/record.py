@@ -13,13 +13,31 @@ from typing import Any
 
 import jax
 
+from autopar.cost_models.memory.report import Moment
 from autopar.errors import ArgumentError
 from autopar.ir.collective import Collective
 from autopar.ir.layout import Layout, spec
 from autopar.plans.schema import Listed, Packed
 from autopar.version import VERSION
 
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Time of a step that one source line takes.
+
+    Attributes:
+        source: the line, "file.py:line"; "" if none is known.
+        phase: "forward", "backward" or "update"; "" if none is known.
+        kind: "compute", "memory traffic", "communication", "host" or "other".
+        seconds: s per step.
+    """
+
+    source: str
+    phase: str
+    kind: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,7 @@ class Stage:
         host_memory_bytes: state in host memory between steps, bytes per device.
         collectives: predicted communication inside the stage.
         graph_hash: hash of the program that `values`, `uses` and `copies` number; "": the program of the plan.
+        over_time: what a device holds in the course of the step, at some moments; empty in a pipeline.
     """
 
     name: str
@@ -61,6 +80,7 @@ class Stage:
     host_memory_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
     graph_hash: str = ""
+    over_time: tuple[Moment, ...] = ()
 
     @property
     def layouts(self) -> Mapping[int, Layout]:
@@ -109,6 +129,7 @@ class PlanRecord:
     pieces: int = 0
     offloaded: tuple[int, ...] = ()
     forms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    spent: tuple[Spent, ...] = ()
     notes: tuple[str, ...] = ()
     version: str = VERSION
     format: int = FORMAT

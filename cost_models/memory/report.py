@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.sizes import Buffer
 from autopar.ir.problem import Ints
@@ -81,6 +83,50 @@ def report(liveness: Liveness, assignment: Ints) -> Memory:
         "" if op is None else op.source,
         {kind: round(nbytes) for kind, nbytes in totals.items() if nbytes},
         tuple(kinds.tensor(kind, value, nbytes) for (kind, value), nbytes in largest if nbytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a device holds while one operation runs.
+
+    Attributes:
+        at: the operation, such as "op12 dot_general"; "the results" behind the last.
+        source: its source line.
+        phase: "forward", "backward" or "update".
+        kinds: kind of tensor, one of `KINDS` -> bytes.
+    """
+
+    at: str
+    source: str
+    phase: str
+    kinds: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """All of these bytes."""
+        return sum(self.kinds.values())
+
+
+def over_time(liveness: Liveness, assignment: Ints, points: int) -> tuple[Moment, ...]:
+    """What a device holds in the course of a step, at up to so many moments: the fullest of each run of operations."""
+    sizes, kinds = liveness.sizes(assignment), _Kinds(liveness)
+    of_buffer = np.array([kinds.of(b) for b in liveness.buffers])
+    constant = np.array([b.what == "argument" for b in liveness.buffers], bool)
+    series = {
+        kind: liveness.profile_of(np.where(of_buffer == kind, sizes, 0.0)) + sizes[constant & (of_buffer == kind)].sum()
+        for kind in KINDS
+    }
+    total = np.sum(list(series.values()), axis=0)
+    moments = [int(run[total[run].argmax()]) for run in np.array_split(np.arange(len(total)), min(points, len(total)))]
+    return tuple(_moment(liveness, t, {kind: round(float(s[t])) for kind, s in series.items()}) for t in moments)
+
+
+def _moment(liveness: Liveness, t: int, kinds: Mapping[str, int]) -> Moment:
+    op = liveness.op_at(t)
+    live = {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+    return (
+        Moment("the results", "", "", live) if op is None else Moment(f"{op.tag} {op.name}", op.source, op.phase, live)
     )
 
 

@@ -94,19 +94,22 @@ def collectives(
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
 
 
-def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
-    """Seconds per step of these collectives that the cost of the plan excludes, as computation hides them."""
+def visible_seconds(
+    graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh
+) -> Iterator[tuple[Collective, float]]:
+    """(collective, seconds per step that the cost of the plan has for it): less what computation hides."""
     overlap, behind = model.grouping.overlap, mesh.with_overlap()
     reads = {use.site: use for use in model.grouping.uses}
-    total = 0.0
     for c in planned:
         use = reads.get(c.op)
         op = None if use is not None else graph.by_index[int(c.op.removeprefix("op"))]
-        if overlap.moves(use.value, use.op) if use is not None else op is not None and overlap.sums(op):
-            axes = tuple(mesh.axis(name) for name in c.axes)
-            visible = collective_time(c.kind, c.bytes, axes, behind)
-            total += c.count * (collective_time(c.kind, c.bytes, axes, mesh) - visible)
-    return total
+        overlaps = overlap.moves(use.value, use.op) if use is not None else op is not None and overlap.sums(op)
+        yield c, collective_seconds(c, behind if overlaps else mesh)
+
+
+def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
+    """Seconds per step of these collectives that the cost of the plan excludes, as computation hides them."""
+    return sum(collective_seconds(c, mesh) - visible for c, visible in visible_seconds(graph, model, planned, mesh))
 
 
 def collective_seconds(c: Collective, mesh: LogicalMesh) -> float:

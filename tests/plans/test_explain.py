@@ -68,7 +68,11 @@ def test_a_source_line_and_an_operation_are_what_they_compute(plan):
     entries = plan.explain(line).entries
     assert all(line in entry.name for entry in entries)
     assert sum(entry.bytes_sent for entry in entries) > 0
-    assert {entry.name.split()[0] for entry in plan.explain("dot_general").entries} == {"dot_general"}
+    products = plan.explain("dot_general").entries
+    assert {entry.name.split()[0] for entry in products} == {"dot_general"}
+    for entry in products:
+        assert entry.chosen in [a.layout for a in entry.alternatives]
+        assert entry.alternatives[0].at_least_s <= plan.step_time_s * (1 + 1e-9)
 
 
 def test_a_result(plan):

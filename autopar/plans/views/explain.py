@@ -275,9 +275,9 @@ class _Source:
             shape = self.graph.types[members[0][1]].shape
             why = [reasons.results(ops, layout, shape)]
             count = f" x{len(members)}" if len(members) > 1 else ""
-            yield self._entry(
-                f"{name} {line}{count}", of_type, shape, layout, [v for _, v in members], why, collectives
-            )
+            values = [v for _, v in members]
+            prices = None if self.origin is None else self.origin.price_values(values, exact=self.exact)
+            yield self._entry(f"{name} {line}{count}", of_type, shape, layout, prices, why, collectives)
 
     def _entry(
         self,

@@ -22,6 +22,7 @@ from autopar.plans.record import PlanRecord, Stage
 from autopar.plans.views.groups import argument_groups, host, label, owner, sections
 from autopar.plans.views.parallelism import describe
 from autopar.plans.views.reasons import Reasons, layout_text
+from autopar.plans.views.usage import slowest
 
 ACTIVATIONS = 10  # rows of the table of activations
 COLLECTIVES = 16  # rows of the table of collectives
@@ -63,6 +64,7 @@ def _head(plan: PlanRecord) -> list[str]:
         f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}",
         describe(plan),
         f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {peak} of memory per device",
+        *slowest(plan),
     )
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
