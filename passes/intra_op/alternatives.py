@@ -26,8 +26,13 @@ from autopar.ir.layout import PARTIAL, Layout
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.solver import elimination, symmetry
 from autopar.passes.solver.dead_end import Reduced, eliminate
-from autopar.passes.solver.dual_ascent import ASCENT, ascend
+from autopar.passes.solver.dual_ascent import ASCENT, ascend, reparametrise
 from autopar.passes.solver.symmetry import Folded
+
+#: An ascent that does not stop for strategies that cost more than the best plan: they are the ones that are asked for.
+WHOLE = replace(ASCENT, shrink=1.0)
+#: One that goes on from converged messages: a pass in each direction, and two in which bounds are compared.
+AGAIN = replace(WHOLE, passes=4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +117,16 @@ class Alternatives:
         return self._bounds[partial]
 
     def _ascended(self, shares: Floats) -> tuple[Floats, ...]:
-        problem, nodes, place = elimination.ordered(self._feasible.problem)
-        # strategies that cost more than the best plan are those that are asked for: the ascent does not stop for them
-        ascent = ascend(problem, counts=shares[nodes], upper=self.objective, effort=replace(ASCENT, shrink=1.0))
+        """The bounds of `_strategy_bounds`, shares n / k: from the messages of an ascent that has converged."""
+        problem, nodes, place = self._converged
+        ascent = ascend(problem, counts=shares[nodes], upper=self.objective, effort=AGAIN)
         bounds = [np.full(len(node.cost), np.inf) for node in self._folded.problem.nodes]
         for c, kept in enumerate(self._feasible.keep):
             bounds[c][kept] = np.maximum(ascent.strategy_bounds[place[c]], ascent.lower)
         return tuple(bounds)
+
+    @cached_property
+    def _converged(self) -> tuple[Problem, Ints, Ints]:
+        """The folded problem after a dual ascent, its nodes in their order, and the place of each node in it."""
+        problem, nodes, place = elimination.ordered(self._feasible.problem)
+        return reparametrise(problem, ascend(problem, upper=self.objective, effort=WHOLE).messages), nodes, place
