@@ -1,4 +1,4 @@
-"""Commands that ask about a plan: `explain`, `diff`, `what-if`."""
+"""Commands that ask about a plan: `explain`, `diff`, `what-if`, `trace`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from autopar.cli.options import (
     in_stages,
     options,
     report,
+    say,
     sizes,
 )
 from autopar.errors import ArgumentError
@@ -113,6 +114,37 @@ def what_if(
     if output is not None:
         compared.after.save(output)
     report(as_json, compared.data(), lambda: str(compared))
+
+
+@app.command()
+def trace(
+    target: Annotated[str, typer.Argument(help="zoo name such as llama3-8b, file.py:function, or a saved plan.json")],
+    output: Annotated[Path, typer.Argument(help="the file to write, such as step.trace.json")],
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    memory_budget: MemoryBudget = None,
+    remat: Remat = "auto",
+    num_microbatches: Microbatches = None,
+    stages: Stages = "auto",
+    schedule: ScheduleName = "auto",
+    no_cache: NoCache = False,
+) -> None:
+    """Write the predicted step of TARGET as a timeline for https://ui.perfetto.dev."""
+    from autopar.plans.plan import Plan
+
+    if target.endswith(".json"):
+        plan = Plan.load(target)
+    else:
+        fn, args = _loaded(target, layers, batch, seq)
+        asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
+        with cache(not no_cache):
+            plan = _planned(fn, args, None, {**asked, **options(mesh, cluster, hosts, "auto", memory_budget)})
+    plan.trace(output)
+    say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
 
 
 def _loaded(target: str, layers: int | None, batch: int | None, seq: int | None) -> tuple[Any, Sequence[Any]]:

@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.options import Settings, settings
 from autopar.passes.mesh_search.planner import collector_paused
-from autopar.passes.op_groups.constraints import resolve
+from autopar.passes.op_groups.constraints import matches
 from autopar.plans.origin import Alternative, Prices
 from autopar.plans.plan import Plan
 from autopar.runtime.planned_step import PlannedStep
@@ -101,16 +101,11 @@ class StepOrigin:
 
     def pinned(self, position: int) -> str:
         """See `autopar.plans.origin.Origin`."""
-        traced, mesh = self.step.traced, self.step.target.logical
-        if position in traced.pins:
+        if position in self.step.traced.pins:
             return "the type of the argument, on an Explicit mesh"
-        matching = (
-            pattern
-            for pattern, spec in (self.settings.pins or {}).items()
-            if not pattern.startswith("out:") and position in resolve({pattern: spec}, traced.graph, mesh).arguments
-        )
-        pattern = max(matching, default="")
-        return f"the pin '{pattern}'" if pattern else ""
+        pins, graph = self.settings.pins or {}, self.step.traced.graph
+        matching = [pattern for pattern in pins if ("arg", position) in matches(pattern, graph)]
+        return f"the pin '{matching[-1]}'" if matching else ""  # a later pin overrides an earlier one
 
     def replanned(self, changes: Mapping[str, Any]) -> Plan:
         """See `autopar.plans.origin.Origin`.
@@ -123,4 +118,14 @@ class StepOrigin:
                 raise ArgumentError(f"what_if plans the same step again; {name}= cannot be another")
         pins = {**(self.settings.pins or {}), **(changes.get("pins") or {})}
         checked = settings({**changes, **({"pins": pins} if "pins" in changes else {})})
-        return self.replan(replace(self.settings, **{name: getattr(checked, name) for name in changes}))
+        return self.replan(replace(self._options, **{name: getattr(checked, name) for name in changes}))
+
+    @property
+    def _options(self) -> Settings:
+        """The options of the plan; of one that was given, those that ask for its mesh, or its stages."""
+        s, plan = self.settings, self.step.plan
+        if s.plan is None:
+            return s
+        pipeline: dict[str, Any] = {"stages": len(plan.ranks), "schedule": plan.schedule} if plan.pipelined else {}
+        mesh = plan.mesh if s.mesh is None else s.mesh
+        return replace(s, plan=None, mesh=mesh, num_microbatches=plan.num_microbatches, **pipeline)

@@ -100,6 +100,13 @@ def _leaves(plan: PlanRecord) -> Complaints:
                 yield FieldError(f"{count}, one for each of {paths}", f"a list of {there}", name)
 
 
+def _transfers(plan: PlanRecord) -> Complaints:
+    pairs = [f"{a}>{b}" for a in range(len(plan.stages)) for b in range(len(plan.stages)) if a != b]
+    for pair in plan.transfers:
+        if pair not in pairs:
+            yield FieldError("two stages, such as '0>1'", shown(pair), "transfers")
+
+
 def _positions(plan: PlanRecord) -> Complaints:
     count = len(plan.input_paths)
     fields = {name: getattr(plan, name) for name in ("donated", "offloaded", "batch")}
@@ -217,6 +224,7 @@ CHECKS: tuple[Callable[[PlanRecord], Complaints], ...] = (
     _mesh,
     _leaves,
     _positions,
+    _transfers,
     _choices,
     _schedule,
     _submeshes,

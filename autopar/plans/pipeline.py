@@ -174,6 +174,7 @@ def make_plan(
         remat=pipelined.choice.remat,
         pieces=pipelined.choice.pieces,
         offloaded=tuple(sorted(pipelined.choice.offloaded)),
+        transfers={f"{a}>{b}": float(seconds) for (a, b), seconds in costs.transfer.items()},
         notes=(
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
             *pipelined.choice.notes,

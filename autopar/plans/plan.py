@@ -22,14 +22,16 @@ from autopar.plans.record import FORMAT, PlanRecord, Stage
 from autopar.plans.schema import FieldError, form, parsed, shown
 from autopar.plans.views.diff import PlanDiff
 from autopar.plans.views.explain import Explanation, explain
+from autopar.plans.views.notebook import ShownAsText
 from autopar.plans.views.picture import draw
 from autopar.plans.views.summary import summary
+from autopar.plans.views.timeline import trace_events
 from autopar.plans.views.usage import MemoryUse, TimeUse, memory_use, time_use
 from autopar.version import VERSION
 
 
 @dataclass(frozen=True)
-class Plan(PlanRecord):
+class Plan(PlanRecord, ShownAsText):
     """How a program runs on a mesh, on all of it or in stages; printed, a table.
 
     Data, not code: layouts, costs, and what is proven about them. Positions count the leaves of all arguments, or of
@@ -82,6 +84,7 @@ class Plan(PlanRecord):
         forms: mesh axis -> form of parallelism (`autopar.plans.forms.FORMS`) -> share of the FLOPs of the
             forward pass's products; empty for stages.
         spent: predicted seconds by source line, which add up to the step; empty for stages.
+        transfers: "0>1" -> seconds in which stage 0 sends stage 1 what one microbatch needs; empty on one mesh.
         notes: remarks for the user: replicated operations, padding, side effects, fallbacks.
         version: version of autopar that made the plan.
         format: version of the file format.
@@ -116,6 +119,23 @@ class Plan(PlanRecord):
     def memory(self) -> MemoryUse:
         """What a device holds at the peak, by kind of tensor and stage; on one mesh also in the course of the step."""
         return memory_use(self)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted step as a timeline that https://ui.perfetto.dev shows, in the Trace Event Format.
+
+        In a pipeline every instruction of every rank, as the simulator plays the schedule; on one mesh the seconds of
+        source lines by phase and kind of work.
+
+        Args:
+            path: the file, such as "plan.trace.json".
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps(trace_events(self)))
+        except (OSError, TypeError, ValueError) as error:
+            raise ArgumentError(f"the trace cannot be written to {path!r}: {error}") from error
 
     def diff(self, other: PlanRecord) -> PlanDiff:
         """This plan beside another of the same step: figures, layouts of arguments, and collectives that differ.

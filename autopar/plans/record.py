@@ -130,6 +130,7 @@ class PlanRecord:
     offloaded: tuple[int, ...] = ()
     forms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     spent: tuple[Spent, ...] = ()
+    transfers: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     version: str = VERSION
     format: int = FORMAT

@@ -83,7 +83,11 @@ class Alternatives:
         allowed, classes = self.strategies(values, layout), self._folded.classes
         members = Counter(int(classes[v]) for v in allowed)
         bounds = self._strategy_bounds(tuple(sorted(members.items())))
-        return max(float(bounds[classes[v]][mine].min(initial=np.inf)) for v, mine in allowed.items())
+        of_class: dict[int, Ints] = {}
+        for v, mine in allowed.items():  # members that may have different strategies have one of all of these
+            c = int(classes[v])
+            of_class[c] = np.union1d(of_class[c], mine) if c in of_class else mine
+        return max(float(bounds[c][mine].min(initial=np.inf)) for c, mine in of_class.items())
 
     @cached_property
     def _folded(self) -> Folded:

@@ -61,13 +61,13 @@ def resolve(
     said: dict[int, str] = {}
     for pattern, partition in (pins or {}).items():
         spec = _spec(pattern, partition)
-        matches = list(_matches(pattern, graph))
-        if not matches:
+        matching = list(matches(pattern, graph))
+        if not matching:
             raise PinError(
                 f"pin '{pattern}' matches no argument. Arguments: {_some(graph.input_paths)}. "
                 f"Results are pinned by position, 'out:0' to 'out:{len(graph.output_paths) - 1}'."
             )
-        for kind, position in matches:
+        for kind, position in matching:
             of = graph.input_paths if kind == "arg" else graph.output_paths
             atom = graph.inputs[position] if kind == "arg" else graph.outputs[position]
             layout = checked_layout(spec, graph.type_of(atom), mesh, f"pin '{pattern}' on '{of[position]}'")
@@ -110,7 +110,7 @@ def _spec(pattern: str, partition: Any) -> PartitionSpec:
     raise PinError(f"pin '{pattern}' must be a PartitionSpec, it is {type(partition).__name__} {partition!r:.60}")
 
 
-def _matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
+def matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
     """("arg" or "out", position) of each leaf that a pin matches. Raises PinError for a position out of range."""
     kind, _, number = pattern.partition(":")
     if kind in ("arg", "out") and number.isdigit():

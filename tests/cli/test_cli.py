@@ -292,3 +292,13 @@ def test_what_if_takes_options(autopar):
     assert status == 0
     assert json.loads(out)["mesh"] == ["x=2, y=4", "x=8"]
     assert json.loads(out)["microbatches"] == ["1", "2"]
+
+
+def test_trace_writes_a_timeline(autopar, tmp_path):
+    plan, direct, saved = (tmp_path / name for name in ("plan.json", "direct.trace", "saved.trace"))
+    autopar("plan", "mlp-toy", "--mesh", "2", "--stages", "2", "--output", plan)
+    status, out, err = autopar("trace", "mlp-toy", direct, "--mesh", "2", "--stages", "2")
+    assert (status, out) == (0, "")
+    assert "2 stages" in err
+    assert autopar("trace", plan, saved)[0] == 0
+    assert json.loads(direct.read_text()) == json.loads(saved.read_text())

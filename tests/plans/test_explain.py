@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import replace
 
 import jax
@@ -101,6 +102,9 @@ def test_a_plan_from_a_file_has_prices_with_its_step(plan, mlp, tmp_path):
     assert "not priced without the step" in str(loaded.explain("params/blocks/*/w1"))
     checked = autopar.plan(mlp.step, *mlp.abstract_args(), plan=path, cluster=dear(MESH))
     assert str(checked.explain("params/blocks/*/w1")) == str(plan.explain("params/blocks/*/w1"))
+    change = {"pins": {"params/blocks/*/w1": P("x")}}
+    assert checked.what_if(**change).after.step_time_s == plan.what_if(**change).after.step_time_s
+    assert checked.what_if(gap=0.0).after.mesh_sizes == MESH
     elsewhere = autopar.plan(mlp.step, *mlp.abstract_args(), plan=path)
     with pytest.raises(ArgumentError, match="give cluster= as it was then"):
         elsewhere.explain("params/blocks/*/w1")
@@ -177,6 +181,15 @@ def test_a_plan_does_not_keep_the_arrays_of_the_call(mlp):
     assert all(isinstance(leaf, int) for leaf in leaves)
 
 
+def test_what_if_of_saved_stages_keeps_them(mlp, tmp_path):
+    options = {"cluster": dear((4,)), "stages": 2, "num_microbatches": 4, "schedule": "gpipe"}
+    autopar.plan(mlp.step, *mlp.abstract_args(), mesh=(4,), **options).save(tmp_path / "plan.json")
+    loaded = autopar.plan(mlp.step, *mlp.abstract_args(), plan=tmp_path / "plan.json", cluster=dear((4,)))
+    after = loaded.what_if(remat="full").after
+    assert (len(after.stages), after.schedule, after.num_microbatches, after.mesh_sizes) == (2, "gpipe", 4, (4,))
+    assert only(loaded.explain("params/blocks/1/w1")).prices.subject == "stage 1"
+
+
 def test_stages_beside_one_mesh(plan):
     compared = plan.what_if(stages=2)
     text = str(compared)
@@ -211,3 +224,10 @@ def test_a_plan_beside_itself_has_no_difference(plan):
     compared = plan.diff(plan)
     assert (compared.slower_s, compared.layouts, compared.data()["collectives"]) == (0.0, {}, [])
     assert "are the same" in str(compared)
+
+
+def test_a_notebook_shows_the_text(plan):
+    for value in (plan, plan.explain("params/blocks/0/w1"), plan.diff(plan), plan.time(), plan.memory()):
+        shown = value._repr_html_()
+        assert shown.startswith("<pre")
+        assert html.escape(str(value)) in shown

@@ -18,6 +18,7 @@ from typing import Any
 from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import host, label
+from autopar.plans.views.notebook import ShownAsText
 from autopar.plans.views.parallelism import describe
 
 LARGEST = 12  # rows of collectives
@@ -25,7 +26,7 @@ EQUAL = 1e-4  # relative difference of figures that is told as none
 
 
 @dataclass(frozen=True)
-class PlanDiff:
+class PlanDiff(ShownAsText):
     """What `Plan.diff` and `Plan.what_if` return; printed, tables of what differs.
 
     Attributes:

@@ -28,6 +28,7 @@ from autopar.ir.text import Rows, seconds, size, spec_text, table
 from autopar.plans.origin import Alternative, Origin, Prices
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import argument_groups, host, label, owner
+from autopar.plans.views.notebook import ShownAsText
 from autopar.plans.views.reasons import Reasons, layout_text
 
 NEAREST = 3  # names that an error suggests
@@ -66,7 +67,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(ShownAsText):
     """What `Plan.explain` returns; printed, text.
 
     Attributes:

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from autopar.cost_models.memory.report import Moment
 from autopar.ir.text import Rows, seconds, size, table
 from autopar.plans.record import PlanRecord, Spent
+from autopar.plans.views.notebook import ShownAsText
 
 LINES = 16  # rows of source lines
 MOMENTS = 16  # rows of memory over time
 
 
 @dataclass(frozen=True)
-class TimeUse:
+class TimeUse(ShownAsText):
     """What `Plan.time` returns; printed, tables.
 
     Attributes:
@@ -69,7 +70,7 @@ class TimeUse:
 
 
 @dataclass(frozen=True)
-class MemoryUse:
+class MemoryUse(ShownAsText):
     """What `Plan.memory` returns; printed, tables.
 
     Attributes:
