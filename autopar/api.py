@@ -45,8 +45,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
 
     Args:
         fn: the function; without it, `parallelize` returns a decorator.
-        cluster: device model and links, from which costs are computed. None: the local devices (`Cluster.local`), or
-            for `autopar.plan` with a given mesh the preset "dgx-h100".
+        cluster: device model and links, from which costs are computed: a `Cluster`, or the name of one, "dgx-h100"
+            (as many hosts as `mesh` needs), "dgx-h100:4" (hosts) or "cluster.toml". None: the local devices
+            (`Cluster.local`), or for `autopar.plan` with a given mesh the preset "dgx-h100".
         mesh: a jax `Mesh` or `AbstractMesh`, a tuple of axis sizes, or `{axis name: size}`, of as many devices as
             `cluster` has. None: candidates are all factorizations of the number of devices into one or two axes, and
             the prime factorization if it has three factors. An Explicit mesh in the program is the only candidate.

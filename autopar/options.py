@@ -33,13 +33,16 @@ from autopar.schedules import SCHEDULES
 #: Schedules that the runtime can walk; "none" is a step without stages.
 RUNNABLE: tuple[str, ...] = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
 
+#: Bytes below which a `memory_budget` without a unit is taken for a slip.
+LEAST_BUDGET = 4096
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Options(TypedDict, total=False):
     """Options that `autopar.parallelize`, `autopar.plan` and `autopar.check` take."""
 
-    cluster: Cluster | None
+    cluster: Cluster | str | None
     mesh: Mesh | AbstractMesh | list[int] | tuple[int, ...] | Mapping[str, int] | None
     batch_argnums: int | list[int] | tuple[int, ...] | Literal["auto"]
     donate_argnums: int | list[int] | tuple[int, ...] | Literal["auto"]
@@ -122,7 +125,7 @@ def _is_count(value: Any) -> bool:
 #: option -> (what it must be, the test of it, the error when it is not)
 _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | PinError | ScheduleError]]] = {
     "cluster": (
-        "a Cluster, such as Cluster.preset('dgx-h100') or Cluster.local()",
+        "a Cluster, such as Cluster.local(), or the name of one, such as 'dgx-h100'",
         lambda value: value is None or isinstance(value, Cluster),
         ArgumentError,
     ),
@@ -164,9 +167,19 @@ def settings(options: Mapping[str, Any]) -> Settings:
     for name in options:
         if name not in fields:
             raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(fields))}")
+    if isinstance(named := options.get("cluster"), str):
+        options = {**options, "cluster": Cluster.named(named, devices=_devices(options.get("mesh")))}
     checked = Settings(**{name: _checked(name, value) for name, value in options.items()})
     _check_stages(checked)
     return checked
+
+
+def _devices(mesh: Any) -> int | None:
+    """The number of devices of a mesh, in any of its forms; None without one, or if it is none."""
+    sizes = mesh.values() if isinstance(mesh, Mapping) else mesh if _is_sequence(mesh) else ()
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return mesh.size
+    return math.prod(sizes) if sizes and all(isinstance(n, int) and n > 0 for n in sizes) else None
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -209,6 +222,8 @@ def _checked(name: str, value: Any) -> Any:
         return _patterns(name, value)
     if name == "memory_budget" and value is not None:
         return budget(value)
+    if name == "schedule" and isinstance(value, str):
+        value = value.lower()
     if name == "plan" and isinstance(value, str | os.PathLike):
         return Plan.load(value)
     if name in _CHECKS:
@@ -227,14 +242,17 @@ def budget(value: Any) -> float | str:
     """Bytes per device of a `memory_budget`, or "min". ArgumentError for anything else."""
     if _is_one_of("min")(value):
         return "min"
-    if _is_amount(value):
-        return float(value)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
+    if not _is_amount(value) and (match is None or match[2].lower() not in _UNITS or float(match[1]) == 0):
         raise ArgumentError(
             f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', or 'min'"
         )
-    return float(match[1]) * _UNITS[match[2].lower()]
+    number, unit = (float(match[1]), match[2]) if match is not None else (float(value), "")
+    if not unit and number < LEAST_BUDGET:
+        raise ArgumentError(
+            f"memory_budget={value!r} is {number:g} bytes per device; give a unit, as in '{number:g}GiB'"
+        )
+    return number * _UNITS[unit.lower()]
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

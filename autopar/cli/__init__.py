@@ -52,6 +52,27 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(questions.app)
 app.add_typer(bench.app, name="bench")
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from autopar import jax_compat
+        from autopar.version import VERSION
+
+        print(f"autopar {VERSION}, {jax_compat.versions()}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="print versions of autopar and JAX"),
+]
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    del version  # printed by its callback
+
+
 LOCAL_DEVICES = 8  # virtual CPU devices of `verify --target cpu` without a mesh
 
 

@@ -301,6 +301,27 @@ class Cluster(ClusterFigures):
         """
         return Cluster.of(cluster_files.load(path, hosts))
 
+    @staticmethod
+    def named(text: str, hosts: int | None = None, devices: int | None = None) -> Cluster:
+        """The cluster that a text names: "dgx-h100", "dgx-h100:4" (hosts), or the path of a TOML file.
+
+        Args:
+            text: a preset, with a number of hosts or without, or a path that ends in ".toml".
+            hosts: number of hosts, in place of one in the text.
+            devices: without a number of hosts, as many hosts of a preset as have so many devices; None: one.
+
+        Raises:
+            ClusterError: the preset is unknown, the number is none, or the file cannot be read.
+        """
+        if text.endswith(".toml"):
+            return Cluster.from_toml(text, hosts)
+        name, colon, count = text.partition(":")
+        if colon and not (count.isdecimal() and int(count)):
+            raise ClusterError(f"cluster {text!r}: give a number of hosts behind the colon, such as '{name}:4'")
+        per_host = Cluster.preset(name).devices_per_host
+        needed = max(1, (devices or 0) // per_host)
+        return Cluster.preset(name, hosts=hosts or (int(count) if colon else needed))
+
     def to_toml(self) -> str:
         """The cluster as TOML; a file with this text gives an equal cluster with `from_toml`."""
         return cluster_files.text(self)

@@ -224,7 +224,6 @@ CHECKS: tuple[Callable[[PlanRecord], Complaints], ...] = (
     _mesh,
     _leaves,
     _positions,
-    _transfers,
     _choices,
     _schedule,
     _submeshes,
@@ -233,4 +232,5 @@ CHECKS: tuple[Callable[[PlanRecord], Complaints], ...] = (
     _layouts,
     _leaf_layouts,
     _collectives,
+    _transfers,
 )

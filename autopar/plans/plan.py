@@ -123,7 +123,7 @@ class Plan(PlanRecord, ShownAsText):
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted step as a timeline that https://ui.perfetto.dev shows, in the Trace Event Format.
 
-        In a pipeline every instruction of every rank, as the simulator plays the schedule; on one mesh the seconds of
+        In a pipeline every instruction of every rank, as the simulator runs the schedule; on one mesh the seconds of
         source lines by phase and kind of work.
 
         Args:

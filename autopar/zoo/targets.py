@@ -8,6 +8,7 @@ cluster("dgx-h100", hosts=None, mesh=(32, 8))       as many hosts as the mesh ne
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -36,12 +37,32 @@ def load(
             for a file.
     """
     file, colon, name = target.rpartition(":")
+    if target.endswith(".py"):
+        raise ArgumentError(f"{target}: give a function too, such as {target}:{_functions(Path(target))}")
     if not colon:
         model = zoo.build(target, layers=layers, batch=batch, seq=seq)
         return model.step, model.abstract_args()
     if (layers, batch, seq) != (None, None, None):
         raise ArgumentError(f"layers, batch and seq change zoo models only, not {target!r}")
     return _from_file(Path(file), name)
+
+
+def _functions(path: Path) -> str:
+    """The functions of a file that need no arguments, as text of an error: "example or train.py:other"."""
+    module = _module(path)
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and _needs_nothing(value)
+    ]
+    return f" or {path}:".join(names) or "function"
+
+
+def _needs_nothing(function: Callable[..., Any]) -> bool:
+    return all(
+        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        for p in inspect.signature(function).parameters.values()
+    )
 
 
 def _from_file(path: Path, name: str) -> Loaded:
@@ -84,8 +105,4 @@ def cluster(name: str, hosts: int | None, mesh: Sequence[int] | None) -> Cluster
     Raises:
         ClusterError: an unknown preset, or a file that does not read.
     """
-    if name.endswith(".toml"):
-        return Cluster.from_toml(name, hosts)
-    preset = Cluster.preset(name)
-    needed = math.prod(mesh) // preset.devices_per_host if mesh else 1
-    return Cluster.preset(name, hosts=hosts or max(1, needed))
+    return Cluster.named(name, hosts, None if mesh is None else math.prod(mesh))

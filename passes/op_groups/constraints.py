@@ -10,6 +10,7 @@ optimizer chooses the other layouts. A pin that matches nothing is an error and 
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,8 +64,10 @@ def resolve(
         spec = _spec(pattern, partition)
         matching = list(matches(pattern, graph))
         if not matching:
+            near = difflib.get_close_matches(pattern, graph.input_paths, 3, cutoff=0.4)
             raise PinError(
-                f"pin '{pattern}' matches no argument. Arguments: {_some(graph.input_paths)}. "
+                f"pin '{pattern}' matches no argument{f'; the nearest: {_some(tuple(near))}' if near else ''}. "
+                f"Arguments: {_some(graph.input_paths)}. "
                 f"Results are pinned by position, 'out:0' to 'out:{len(graph.output_paths) - 1}'."
             )
         for kind, position in matching:

@@ -302,3 +302,18 @@ def test_trace_writes_a_timeline(autopar, tmp_path):
     assert "2 stages" in err
     assert autopar("trace", plan, saved)[0] == 0
     assert json.loads(direct.read_text()) == json.loads(saved.read_text())
+
+
+def test_the_version(autopar):
+    status, out, err = autopar("--version")
+    assert (status, err) == (0, "")
+    assert out.startswith("autopar ")
+    assert "jax-" in out
+
+
+def test_a_file_without_a_function_lists_its_functions(autopar, example):
+    status, out, err = autopar("plan", example)
+    assert (status, out) == (1, "")
+    assert f"such as {example}:example or {example}:nothing" in err
+    assert "needy" not in err
+    assert "step" not in err.replace(str(example), "")

@@ -11,7 +11,7 @@ import autopar
 from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.plans.views.timeline import played, trace_events
+from autopar.plans.views.timeline import simulated, trace_events
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "interleaved-1f1b")
 
@@ -46,7 +46,7 @@ def test_every_instruction_that_takes_time_is_there(schedule):
     trace = json.loads(json.dumps(trace_events(plan)))
     assert_well_formed(trace)
     events = trace["traceEvents"]
-    lists, simulation = played(plan)
+    lists, simulation = simulated(plan)
     assert simulation.seconds == pytest.approx(plan.parts["pipeline"], rel=1e-12)
     assert lists.lists == plan.origin.step.pipeline.schedule.lists
     for rank, instructions in enumerate(lists.lists):

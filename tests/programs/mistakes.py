@@ -259,10 +259,10 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         r"Cluster preset 'dgx-9' not found\. Known presets: .*dgx-h100.*",
     ),
     (
-        "cluster by name",
-        lambda: planned(cluster="dgx-h100"),
+        "cluster by number",
+        lambda: planned(cluster=100),
         ArgumentError,
-        r"cluster='dgx-h100' must be a Cluster, such as Cluster\.preset\('dgx-h100'\) or Cluster\.local\(\)",
+        r"cluster=100 must be a Cluster, such as Cluster\.local\(\), or the name of one, such as 'dgx-h100'",
     ),
     ("unknown zoo name", lambda: build("gpt-9000"), ArgumentError, r".*'gpt-9000'.*gpt.*"),
     (

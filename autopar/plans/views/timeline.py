@@ -1,7 +1,7 @@
 """The predicted step as a timeline for Perfetto (https://ui.perfetto.dev): the Trace Event Format, as JSON.
 
     a pipeline    a process per rank: its passes, reductions and updates on one row, what it sends to and receives from
-                  each other rank on rows of their own, as `autopar.cost_models.pipeline.simulate` plays the schedule
+                  each other rank on rows of their own, as `autopar.cost_models.pipeline.simulate` runs the schedule
     one mesh      one process, as all devices do the same: a row per kind of work; source lines one after the other in
                   each phase, since a plan has their seconds and not their order
 
@@ -49,7 +49,7 @@ def _named(process: int, name: str, rows: Sequence[str]) -> Iterator[Event]:
 # Pipelines
 
 
-def played(plan: PlanRecord) -> tuple[Schedule, Simulation]:
+def simulated(plan: PlanRecord) -> tuple[Schedule, Simulation]:
     """The schedule of a pipeline, and what the simulator says of it at the plan's prices."""
     transfer: dict[tuple[int, int], float] = {}
     for pair, seconds in plan.transfers.items():
@@ -68,7 +68,7 @@ def played(plan: PlanRecord) -> tuple[Schedule, Simulation]:
 
 
 def _pipeline(plan: PlanRecord) -> Iterator[Event]:
-    schedule, simulation = played(plan)
+    schedule, simulation = simulated(plan)
     place, before, first = schedule.pipeline.placement, plan.parts.get("first loop", 0.0), 0
     for rank, instructions in enumerate(schedule.lists):
         devices = plan.ranks[rank][0].devices

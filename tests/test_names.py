@@ -1,0 +1,59 @@
+"""Names that users give: of clusters, of schedules; what is near a wrong one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.errors import ArgumentError, ClusterError, PinError
+
+ARGS = {"up": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+
+def step(w, x):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(lambda w: jnp.sum((x @ w["up"]) ** 2))(w))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "devices"),
+    [
+        ("dgx-h100", (4, 8), 32),
+        ("dgx-h100", {"data": 2, "model": 4}, 8),
+        ("dgx-h100:2", None, 16),
+        ("dgx-h100", None, 8),
+    ],
+)
+def test_a_cluster_by_its_name(name, mesh, devices):
+    plan = autopar.plan(step, *ARGS, cluster=name, mesh=mesh, stages=1)
+    assert (plan.cluster, plan.stages[0].devices) == ("dgx-h100", devices)
+
+
+def test_a_cluster_by_its_file(tmp_path):
+    path = tmp_path / "here.toml"
+    autopar.Cluster.preset("tpu-v5e").save(str(path))
+    assert autopar.plan(step, *ARGS, cluster=str(path), stages=1).cluster == "tpu-v5e"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cluster": "dgx-h10"}, ClusterError, "Known presets: .*dgx-h100"),
+        ({"cluster": "dgx-h100:none"}, ClusterError, "such as 'dgx-h100:4'"),
+        ({"cluster": "dgx-h100:0"}, ClusterError, "such as 'dgx-h100:4'"),
+        ({"cluster": 8}, ArgumentError, "or the name of one, such as 'dgx-h100'"),
+        ({"memory_budget": 12, "mesh": (2,)}, ArgumentError, "is 12 bytes per device; give a unit, as in '12GiB'"),
+        ({"memory_budget": "12", "mesh": (2,)}, ArgumentError, "is 12 bytes per device; give a unit, as in '12GiB'"),
+        ({"pins": {"w/upp": P("x")}, "mesh": (2,)}, PinError, "matches no argument; the nearest: w/up"),
+    ],
+)
+def test_a_wrong_one_says_what_would_be_right(options, error, message):
+    with pytest.raises(error, match=message):
+        autopar.plan(step, *ARGS, **options)
+
+
+def test_a_schedule_in_any_case():
+    plan = autopar.plan(step, *ARGS, mesh=(2,), stages=2, num_microbatches=2, schedule="GPipe")
+    assert plan.schedule == "gpipe"
