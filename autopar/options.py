@@ -21,6 +21,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import ArgumentError, PinError, ScheduleError
+from autopar.hardware import meshes
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.figures import is_rate
 from autopar.passes.op_groups.constraints import Pins
@@ -160,6 +161,7 @@ def settings(options: Mapping[str, Any]) -> Settings:
 
     Raises:
         ArgumentError: naming the option, its value and what is available.
+        ClusterError, MeshError: a cluster that is named, and the mesh for which its hosts are counted.
         PinError: pins that are no mapping.
         PlanMismatchError: `plan` is the path of something else.
     """
@@ -168,18 +170,10 @@ def settings(options: Mapping[str, Any]) -> Settings:
         if name not in fields:
             raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(fields))}")
     if isinstance(named := options.get("cluster"), str):
-        options = {**options, "cluster": Cluster.named(named, devices=_devices(options.get("mesh")))}
+        options = {**options, "cluster": Cluster.named(named, devices=meshes.num_devices(options.get("mesh")))}
     checked = Settings(**{name: _checked(name, value) for name, value in options.items()})
     _check_stages(checked)
     return checked
-
-
-def _devices(mesh: Any) -> int | None:
-    """The number of devices of a mesh, in any of its forms; None without one, or if it is none."""
-    sizes = mesh.values() if isinstance(mesh, Mapping) else mesh if _is_sequence(mesh) else ()
-    if isinstance(mesh, Mesh | AbstractMesh):
-        return mesh.size
-    return math.prod(sizes) if sizes and all(isinstance(n, int) and n > 0 for n in sizes) else None
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -203,9 +202,10 @@ def _count_or_word(text: str) -> Any:
 
 
 def _number(text: str) -> float:
-    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", text):
-        raise ArgumentError(f"--set {text!r}: give a number")
-    return float(text)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ArgumentError(f"--set {text!r}: give a number") from error
 
 
 def _text(text: str) -> Any:

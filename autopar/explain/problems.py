@@ -116,8 +116,7 @@ def of_stage(step: PlannedStep, settings: Settings, number: int, fixed: Sequence
     rules = rules_of(graph.graph, step.registered)
     hosted = tuple(at[values[i]] for i in step.plan.offloaded if i in stage.arguments)
     problem = StageProblem(graph, mesh, rules, Options(solver=settings.solver), arguments, results, hosted)
-    passes = math.fsum(seconds for kind, seconds in stage.seconds.items() if kind != "once")
-    busy = step.plan.num_microbatches * passes + stage.seconds.get("once", 0.0)
+    busy = math.fsum(stage.busy(step.plan.num_microbatches).values())
     beside = [s for s in step.plan.stages if s.rank == stage.rank and s is not stage]
     limit = _limit(step, settings) - sum(s.peak_memory_bytes for s in beside)
     memory, alternatives = problem.liveness.rows(pipeline.in_flight(number)), Alternatives(problem.model, busy)

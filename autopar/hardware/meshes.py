@@ -64,6 +64,12 @@ def _distinct(candidates: Sequence[Target]) -> tuple[Target, ...]:
     return tuple(seen.values())
 
 
+def num_devices(mesh: Any) -> int | None:
+    """The number of devices of a mesh in any of its forms; None for None. Raises MeshError if it is no mesh."""
+    sizes, _, _ = _read(mesh)
+    return None if sizes is None else math.prod(sizes)
+
+
 def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, Any]:
     if mesh is None:
         return None, None, None

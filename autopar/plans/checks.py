@@ -101,7 +101,7 @@ def _leaves(plan: PlanRecord) -> Complaints:
 
 
 def _transfers(plan: PlanRecord) -> Complaints:
-    pairs = [f"{a}>{b}" for a in range(len(plan.stages)) for b in range(len(plan.stages)) if a != b]
+    pairs = {f"{a}>{b}" for a, b in itertools.permutations(range(len(plan.stages)), 2)}
     for pair in plan.transfers:
         if pair not in pairs:
             yield FieldError("two stages, such as '0>1'", shown(pair), "transfers")

@@ -132,10 +132,7 @@ class Plan(PlanRecord, ShownAsText):
         Raises:
             ArgumentError: the file cannot be written.
         """
-        try:
-            Path(path).write_text(json.dumps(trace_events(self)))
-        except (OSError, TypeError, ValueError) as error:
-            raise ArgumentError(f"the trace cannot be written to {path!r}: {error}") from error
+        _write(path, json.dumps(trace_events(self)), "the trace cannot be written to")
 
     def diff(self, other: PlanRecord) -> PlanDiff:
         """This plan beside another of the same step: figures, layouts of arguments, and collectives that differ.
@@ -205,10 +202,7 @@ class Plan(PlanRecord, ShownAsText):
         Raises:
             ArgumentError: the file cannot be written.
         """
-        try:
-            Path(path).write_text(self.to_json())
-        except (OSError, TypeError, ValueError) as error:
-            raise ArgumentError(f"the plan cannot be saved to {path!r}: {error}") from error
+        _write(path, self.to_json(), "the plan cannot be saved to")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -228,6 +222,14 @@ class Plan(PlanRecord, ShownAsText):
         except (OSError, TypeError, ValueError) as error:
             raise PlanMismatchError(f"{path} is no plan: {error}") from error
         return from_json(data, str(path))
+
+
+def _write(path: str | os.PathLike[str], text: str, failed: str) -> None:
+    """Write a file; ArgumentError, which says what failed, if it cannot be written."""
+    try:
+        Path(path).write_text(text)
+    except (OSError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{failed} {path!r}: {error}") from error
 
 
 def from_json(data: Any, where: str = "the data") -> Plan:

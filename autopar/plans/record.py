@@ -82,6 +82,10 @@ class Stage:
     graph_hash: str = ""
     over_time: tuple[Moment, ...] = ()
 
+    def busy(self, microbatches: int) -> Mapping[str, float]:
+        """Pass -> predicted seconds per step."""
+        return {kind: t if kind == "once" else t * microbatches for kind, t in self.seconds.items()}
+
     @property
     def layouts(self) -> Mapping[int, Layout]:
         """The same as `values`."""

@@ -123,8 +123,13 @@ def matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
         yield kind, int(number)
         return
     for i, path in enumerate(graph.input_paths):
-        if fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path.partition("/")[2], pattern):
+        if names(pattern, path):
             yield "arg", i
+
+
+def names(pattern: str, path: str) -> bool:
+    """Whether a glob matches the path of an argument leaf, or its part below the argument's name."""
+    return any(fnmatch.fnmatchcase(part, pattern) for part in (path, path.partition("/")[2]))
 
 
 def constraint(op: Op, type_: Type, mesh: LogicalMesh) -> tuple[Layout, tuple[int, ...]]:

@@ -9,7 +9,6 @@ The plans may be for different meshes, stages and versions of the step; argument
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
 from autopar.plans.record import PlanRecord
-from autopar.plans.views.groups import host, label
+from autopar.plans.views.groups import host, label, of_parameter, without_numbers
 from autopar.plans.views.notebook import ShownAsText
 from autopar.plans.views.parallelism import describe
 
@@ -76,14 +75,13 @@ class PlanDiff(ShownAsText):
     def _layout_rows(self) -> Rows:
         """(paths, before, after): equal layers are one row; so are leaves of the optimizer that follow parameters."""
         layouts, groups, following = self.layouts, dict[tuple[str, ...], list[str]](), 0
-        of_parameter = {path.partition("params/")[2]: pair for path, pair in layouts.items() if "params/" in path}
+        parameters = {path.partition("params/")[2]: pair for path, pair in layouts.items() if "params/" in path}
         for path, pair in layouts.items():
-            parts = path.split("/")
-            ends = ("/".join(parts[k:]) for k in range(1, len(parts)))
-            if "params" not in parts and next((of_parameter[end] for end in ends if end in of_parameter), None) == pair:
+            belongs = of_parameter(path, parameters)
+            if belongs is not None and parameters[belongs[1]] == pair:
                 following += 1
             else:
-                groups.setdefault((re.sub(r"(?<=/)\d+(?=/|$)", "*", path), *pair), []).append(path)
+                groups.setdefault((without_numbers(path), *pair), []).append(path)
         rows: Rows = [(label(paths), before or "-", after or "-") for (_, before, after), paths in groups.items()]
         return [*rows, (f"optimizer state x{following}", "of its parameter", "of its parameter")] if following else rows
 

@@ -25,6 +25,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, replicated, spec
 from autopar.ir.text import Rows, seconds, size, spec_text, table
+from autopar.passes.op_groups.constraints import names as is_named
 from autopar.plans.origin import Alternative, Origin, Prices
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import argument_groups, host, label, owner
@@ -213,7 +214,7 @@ class _Source:
         members = [
             i
             for i, (path, number) in enumerate(zip(plan.input_paths, names, strict=True))
-            if number == target or any(fnmatch.fnmatchcase(p, target) for p in (path, path.partition("/")[2]))
+            if number == target or is_named(target, path)
         ]
         same: dict[tuple[object, ...], list[int]] = {}
         for key, group in argument_groups(plan, members).items():

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from autopar.plans.record import PlanRecord, Stage
 
@@ -38,7 +38,7 @@ def argument_groups(plan: PlanRecord, members: Sequence[int]) -> Mapping[tuple[s
     parameter = _like_parameters(plan, members)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i in members:
-        path = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i])
+        path = without_numbers(plan.input_paths[i])
         hosted = host(plan, i)
         stage = owner(plan, i)
         same = path, plan.input_types[i], str(plan.inputs[i]), stage.name if stage else "", hosted
@@ -46,20 +46,31 @@ def argument_groups(plan: PlanRecord, members: Sequence[int]) -> Mapping[tuple[s
     return groups
 
 
-def _like_parameters(plan: PlanRecord, members: Sequence[int]) -> Mapping[int, str]:
-    """Leaves of the optimizer that have shape and layout of the parameter they belong to -> their path before it.
+def without_numbers(path: str) -> str:
+    """A path with "*" for layer numbers, which equal layers have in common."""
+    return re.sub(r"(?<=/)\d+(?=/|$)", "*", path)
+
+
+def of_parameter(path: str, parameters: Container[str]) -> tuple[str, str] | None:
+    """A path of optimizer state as (what is before its parameter's path, that path below "params/"); None for others.
 
     "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
     """
+    parts = path.split("/")
+    pairs = (("/".join(parts[:k]), "/".join(parts[k:])) for k in range(1, len(parts)))
+    before, end = next((pair for pair in pairs if pair[1] in parameters), ("", ""))
+    return (before, end) if end and "params" not in before.split("/") else None
+
+
+def _like_parameters(plan: PlanRecord, members: Sequence[int]) -> Mapping[int, str]:
+    """Leaves of the optimizer that have shape and layout of the parameter they belong to -> their path before it."""
     parameter_by_path = {p.partition("params/")[2]: i for i, p in enumerate(plan.input_paths) if "params/" in p}
     prefix_by_leaf: dict[int, str] = {}
     for i in members:
-        parts = plan.input_paths[i].split("/")
-        ends = [k for k in range(1, len(parts)) if "/".join(parts[k:]) in parameter_by_path]
-        if ends and "params" not in parts[: ends[0]]:
-            j = parameter_by_path["/".join(parts[ends[0] :])]
+        if belongs := of_parameter(plan.input_paths[i], parameter_by_path):
+            j = parameter_by_path[belongs[1]]
             if (plan.inputs[i], plan.input_shapes[i]) == (plan.inputs[j], plan.input_shapes[j]):
-                prefix_by_leaf[i] = "/".join(parts[: ends[0]])
+                prefix_by_leaf[i] = belongs[0]
     return prefix_by_leaf
 
 

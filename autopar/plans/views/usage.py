@@ -107,8 +107,7 @@ def time_use(plan: PlanRecord) -> TimeUse:
     """Where the time of a plan goes."""
     stages: dict[str, dict[str, float]] = {}
     for stage in plan.stages if plan.pipelined else ():
-        passes = {k: t * (1 if k == "once" else plan.num_microbatches) for k, t in stage.seconds.items()}
-        stages[stage.name] = {**passes, "idle": 0.0}
+        stages[stage.name] = {**stage.busy(plan.num_microbatches), "idle": 0.0}
     for stages_of_rank in plan.ranks if plan.pipelined else ():  # stages of one rank take turns
         names = [stage.name for stage in stages_of_rank]
         idle = plan.step_time_s - sum(sum(stages[name].values()) for name in names)
