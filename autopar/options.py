@@ -34,9 +34,6 @@ from autopar.schedules import SCHEDULES
 #: Schedules that the runtime can walk; "none" is a step without stages.
 RUNNABLE: tuple[str, ...] = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
 
-#: Bytes below which a `memory_budget` without a unit is taken for a slip.
-LEAST_BUDGET = 4096
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -242,10 +239,6 @@ def budget(value: Any) -> float | str:
             f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', or 'min'"
         )
     number, unit = (float(match[1]), match[2]) if match is not None else (float(value), "")
-    if not unit and number < LEAST_BUDGET:
-        raise ArgumentError(
-            f"memory_budget={value!r} is {number:g} bytes per device; give a unit, as in '{number:g}GiB'"
-        )
     return number * _UNITS[unit.lower()]
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.errors import ArgumentError, ClusterError, PinError
+from autopar.errors import ArgumentError, ClusterError, MemoryBudgetError, PinError
 
 ARGS = {"up": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, jax.ShapeDtypeStruct((32, 64), jnp.float32)
 
@@ -44,8 +44,9 @@ def test_a_cluster_by_its_file(tmp_path):
         ({"cluster": "dgx-h100:none"}, ClusterError, "such as 'dgx-h100:4'"),
         ({"cluster": "dgx-h100:0"}, ClusterError, "such as 'dgx-h100:4'"),
         ({"cluster": 8}, ArgumentError, "or the name of one, such as 'dgx-h100'"),
-        ({"memory_budget": 12, "mesh": (2,)}, ArgumentError, "is 12 bytes per device; give a unit, as in '12GiB'"),
-        ({"memory_budget": "12", "mesh": (2,)}, ArgumentError, "is 12 bytes per device; give a unit, as in '12GiB'"),
+        ({"memory_budget": 12, "mesh": (2,)}, MemoryBudgetError, "fit: a unit, if bytes were not meant: '12GiB'"),
+        ({"memory_budget": "12", "mesh": (2,)}, MemoryBudgetError, "fit: a unit, if bytes were not meant: '12GiB'"),
+        ({"memory_budget": 12, "stages": 2}, MemoryBudgetError, "fit: a unit, if bytes were not meant: '12GiB'"),
         ({"pins": {"w/upp": P("x")}, "mesh": (2,)}, PinError, "matches no argument; the nearest: w/up"),
     ],
 )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.errors import MemoryBudgetError
 from autopar.ir.graph import Graph
-from autopar.ir.text import size
+from autopar.ir.text import missing_unit, size
 from autopar.plans.record import PlanRecord, Stage
 
 
@@ -52,6 +52,7 @@ def _suggestions(plan: PlanRecord, rank: Sequence[Stage], budget: float) -> Iter
     memory = Counter[str]()
     for stage in rank:
         memory.update(stage.memory)
+    yield from missing_unit(budget)
     if not plan.remat and memory["residuals"]:
         yield "recompute what the backward pass keeps (remat='full')"
     if plan.schedule == "gpipe":

@@ -24,7 +24,7 @@ from autopar.cost_models.memory.row import smallest as smallest_bytes
 from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Problem
-from autopar.ir.text import size
+from autopar.ir.text import missing_unit, size
 from autopar.passes.memory.budget import BudgetedSolution, Infeasible, optimize_within
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
 from autopar.passes.solver.optimize import Solution, optimize
@@ -204,6 +204,7 @@ def _suggestions(memory: Memory, budget: float, microbatches: int) -> Iterator[s
     """Changes that would make the smallest plan fit, the cheapest first."""
     batch_bytes = sum(memory.kinds.get(kind, 0) for kind in BATCH_KINDS)
     other_bytes = memory.peak_bytes - batch_bytes
+    yield from missing_unit(budget)
     if memory.peak_bytes - memory.kinds.get("residuals", 0) <= budget:
         yield "recompute what the backward pass keeps (remat='auto', or jax.checkpoint around a layer)"
     times = 2 ** math.ceil(math.log2(batch_bytes / (budget - other_bytes))) if other_bytes < budget else math.inf

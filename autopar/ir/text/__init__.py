@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.table import Table
 
 WIDTH = 110  # columns
 NO_WRAP = ("shape", "PartitionSpec", "times", "bytes sent")  # columns that are never broken over lines
+LEAST_BUDGET = 4096  # bytes; no device has a memory so small
 
 Rows = list[tuple[str, ...]]
 
@@ -39,6 +40,12 @@ def size(nbytes: float) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def missing_unit(budget: float) -> Iterator[str]:
+    """The suggestion to give a memory budget a unit, if it is so few bytes that 12 was written for 12 GiB."""
+    if budget < LEAST_BUDGET:
+        yield f"a unit, if bytes were not meant: '{budget:g}GiB'"
 
 
 def seconds(t: float) -> str:
