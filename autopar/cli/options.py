@@ -14,6 +14,9 @@ import typer
 from autopar.errors import ArgumentError
 
 Target = Annotated[str, typer.Argument(help="zoo name such as llama3-8b, or file.py:function")]
+TargetOrPlan = Annotated[
+    str, typer.Argument(help="zoo name such as llama3-8b, file.py:function, or for some commands a saved plan.json")
+]
 ClusterName = Annotated[str | None, typer.Option("--cluster", help="preset, or a TOML file")]
 Hosts = Annotated[int | None, typer.Option(help="number of hosts; default: what the mesh needs")]
 MeshSizes = Annotated[

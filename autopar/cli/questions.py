@@ -1,4 +1,4 @@
-"""Commands that ask about a plan: `explain`, `diff`, `what-if`, `trace`."""
+"""Commands that ask about a plan: `explain`, `diff`, `what-if`, `trace`, `report`."""
 
 from __future__ import annotations
 
@@ -8,62 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.options import (
-    Batch,
-    ClusterName,
-    Hosts,
-    Json,
-    Layers,
-    MemoryBudget,
-    MeshSizes,
-    Microbatches,
-    NoCache,
-    PlanFile,
-    Remat,
-    ScheduleName,
-    Seq,
-    Stages,
-    Target,
-    cache,
-    in_stages,
-    options,
-    report,
-    say,
-    sizes,
-)
+from autopar.cli.options import Json, report, say, sizes
+from autopar.cli.step import Step, with_step
 from autopar.errors import ArgumentError
 
 app = typer.Typer()
 
 
 @app.command()
+@with_step
 def explain(
-    target: Target,
+    step: Step,
     name: Annotated[
         str, typer.Argument(help="a glob for arguments, out:0, a source line such as model.py:30, or an op")
     ],
-    cluster: ClusterName = None,
-    hosts: Hosts = None,
-    mesh: MeshSizes = None,
-    layers: Layers = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    memory_budget: MemoryBudget = None,
-    remat: Remat = "auto",
-    num_microbatches: Microbatches = None,
-    stages: Stages = "auto",
-    schedule: ScheduleName = "auto",
-    plan_file: PlanFile = None,
     exact: Annotated[bool, typer.Option("--exact", help="solve again for each layout, in place of a bound")] = False,
     as_json: Json = False,
-    no_cache: NoCache = False,
 ) -> None:
     """Say why values of TARGET have their layouts, what that sends, and what other layouts would cost."""
-    fn, args = _loaded(target, layers, batch, seq)
-    asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
-    with cache(not no_cache):
-        plan = _planned(fn, args, plan_file, {**asked, **options(mesh, cluster, hosts, "auto", memory_budget)})
-        explanation = plan.explain(name, exact=exact)
+    explanation = step.plan().explain(name, exact=exact)
     report(as_json, explanation.data(), lambda: str(explanation))
 
 
@@ -81,34 +44,20 @@ def diff(
 
 
 @app.command()
+@with_step
 def what_if(
-    target: Target,
+    step: Step,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="an option that changes, as in memory_budget=40GiB")
     ] = None,
     pins: Annotated[list[str] | None, typer.Option("--pin", help="a pin, as in 'params/*/wq=x,None'")] = None,
-    cluster: ClusterName = None,
-    hosts: Hosts = None,
-    mesh: MeshSizes = None,
-    layers: Layers = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    memory_budget: MemoryBudget = None,
-    remat: Remat = "auto",
-    num_microbatches: Microbatches = None,
-    stages: Stages = "auto",
-    schedule: ScheduleName = "auto",
-    plan_file: PlanFile = None,
     output: Annotated[Path | None, typer.Option(help="save the plan under the changes as JSON")] = None,
     as_json: Json = False,
-    no_cache: NoCache = False,
 ) -> None:
     """Plan TARGET under other options as well, and show both plans side by side."""
-    changed = _changes(changes or (), pins or (), hosts)
-    fn, args = _loaded(target, layers, batch, seq)
-    asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
-    with cache(not no_cache):
-        plan = _planned(fn, args, plan_file, {**asked, **options(mesh, cluster, hosts, "auto", memory_budget)})
+    changed = _changes(changes or (), pins or (), step.hosts)
+    plan: Any = step.plan_with_step()
+    with step.remembered():
         compared = plan.what_if(**changed)
     if output is not None:
         compared.after.save(output)
@@ -116,50 +65,25 @@ def what_if(
 
 
 @app.command()
+@with_step
 def trace(
-    target: Annotated[str, typer.Argument(help="zoo name such as llama3-8b, file.py:function, or a saved plan.json")],
-    output: Annotated[Path, typer.Argument(help="the file to write, such as step.trace.json")],
-    cluster: ClusterName = None,
-    hosts: Hosts = None,
-    mesh: MeshSizes = None,
-    layers: Layers = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    memory_budget: MemoryBudget = None,
-    remat: Remat = "auto",
-    num_microbatches: Microbatches = None,
-    stages: Stages = "auto",
-    schedule: ScheduleName = "auto",
-    no_cache: NoCache = False,
+    step: Step, output: Annotated[Path, typer.Argument(help="the file to write, such as step.trace.json")]
 ) -> None:
     """Write the predicted step of TARGET as a timeline for https://ui.perfetto.dev."""
-    from autopar.plans.plan import Plan
-
-    if target.endswith(".json"):
-        plan = Plan.load(target)
-    else:
-        fn, args = _loaded(target, layers, batch, seq)
-        asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
-        with cache(not no_cache):
-            plan = _planned(fn, args, None, {**asked, **options(mesh, cluster, hosts, "auto", memory_budget)})
+    plan = step.plan()
     plan.trace(output)
     say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
 
 
-def _loaded(target: str, layers: int | None, batch: int | None, seq: int | None) -> tuple[Any, Sequence[Any]]:
-    from autopar.zoo import targets
-
-    return targets.load(target, layers=layers, batch=batch, seq=seq)
-
-
-def _planned(fn: Any, args: Sequence[Any], plan_file: Path | None, asked: Mapping[str, Any]) -> Any:
-    """The plan, or a saved one that is checked against the function."""
-    from autopar import api
-
-    if plan_file is None:
-        return api.plan(fn, *args, **asked)
-    kept = ("mesh", "cluster", "memory_budget")
-    return api.plan(fn, *args, plan=plan_file, **{name: asked[name] for name in kept if name in asked})
+@app.command("report")
+@with_step
+def report_page(
+    step: Step, output: Annotated[Path, typer.Argument(help="the page to write, such as plan.html")]
+) -> None:
+    """Write the plan of TARGET as one page for a browser, which needs no network."""
+    plan = step.plan()
+    plan.report(output)
+    say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
 
 
 def _changes(changes: Sequence[str], pins: Sequence[str], hosts: int | None) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from autopar import argnums
 from autopar.codegen.accumulate import accumulate_gradients
 from autopar.codegen.rewrites import apply_rewrites, rewritten_hash
 from autopar.compile.call import Call, default_time_limit, offload_option, wanted_mesh, warn
+from autopar.explain.surroundings import described
 from autopar.hardware import meshes
+from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph, graph_hash
 from autopar.options import Settings, name_of
 from autopar.passes.mesh_search.planner import Parts
@@ -95,20 +97,24 @@ class OneMeshPlanner:
         if answer is None:
             return None
         plan, plan_warnings = answer
-        names, sizes = plan.mesh_names, plan.mesh_sizes
-        (target,) = (t for t in self._candidates if t.logical.names == names and t.logical.sizes == sizes)
         step = self._parts.step
         if self._count > 1:
             own, batch = self._own, self._batch
             hashed = graph_hash(step.graph)
             plan = replace(plan, graph_hash=hashed, num_microbatches=self._count, batch=batch, per_microbatch=own)
-        best = PlannedStep(self._traced, plan, target, self._rules, plan_warnings)
+        best = PlannedStep(self._traced, plan, self._target(plan), self._rules, plan_warnings)
         if best.plan.remat:
             best = replace(best, traced=apply_rewrites(step, best.plan))
         if rewritten := rewritten_hash(step, best.traced):
             (stage,) = best.plan.stages
             best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=rewritten),)))
         return best
+
+    def _target(self, plan: Plan) -> Target:
+        """The candidate that a plan is for."""
+        names, sizes = plan.mesh_names, plan.mesh_sizes
+        (target,) = (t for t in self._candidates if t.logical.names == names and t.logical.sizes == sizes)
+        return target
 
     def _planned(self, cutoff: float) -> tuple[Plan, tuple[str, ...]] | None:
         """The best plan of the candidate meshes, from the cache if it is there, and its warnings."""
@@ -121,6 +127,7 @@ class OneMeshPlanner:
             return None
         plan = one_mesh.export(best)
         plan = replace(plan, phases={"trace": self._call.trace_s, **plan.phases})
+        plan = described(plan, self._traced.graph, self._target(plan), self._options.memory_budget)
         if cache_key is not None and math.isinf(cutoff):
             plan_cache.write(cache_key, plan, self._options.time_limit)
         return plan, best.solution.warnings

@@ -3,6 +3,7 @@
     in     the planned step, its options, a way to plan it again
     out    what other layouts cost; the plan under other options
 
-`origin` is what `autopar.plans.plan.Plan.origin` refers to, `problems` the problems of the step and of its stages;
+`origin` is what `autopar.plans.plan.Plan.origin` refers to, `problems` the problems of the step and of its stages,
+`surroundings` memory, hosts and the text of the user's lines that a plan names;
 `autopar.passes.intra_op.alternatives` has the mathematics. Read `origin` first.
 """

@@ -175,6 +175,7 @@ def make_plan(
         pieces=pipelined.choice.pieces,
         offloaded=tuple(sorted(pipelined.choice.offloaded)),
         transfers={f"{a}>{b}": float(seconds) for (a, b), seconds in costs.transfer.items()},
+        transfer_bytes={f"{a}>{b}": float(nbytes) for (a, b), nbytes in costs.border.items()},
         notes=(
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
             *pipelined.choice.notes,

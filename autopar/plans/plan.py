@@ -24,6 +24,7 @@ from autopar.plans.views.diff import PlanDiff
 from autopar.plans.views.explain import Explanation, explain
 from autopar.plans.views.notebook import ShownAsText
 from autopar.plans.views.picture import draw
+from autopar.plans.views.report.page import html
 from autopar.plans.views.summary import summary
 from autopar.plans.views.timeline import trace_events
 from autopar.plans.views.usage import MemoryUse, TimeUse, memory_use, time_use
@@ -85,6 +86,10 @@ class Plan(PlanRecord, ShownAsText):
             forward pass's products; empty for stages.
         spent: predicted seconds by source line, which add up to the step; empty for stages.
         transfers: "0>1" -> seconds in which stage 0 sends stage 1 what one microbatch needs; empty on one mesh.
+        transfer_bytes: the same -> bytes of one microbatch.
+        memory_limit_bytes: bytes per device that planning allowed: the budget, or what is usable of a device's memory.
+        devices_per_host: number of devices of each host of the cluster.
+        code: source line -> its text, for lines of `spent` and of collectives whose file could be read.
         notes: remarks for the user: replicated operations, padding, side effects, fallbacks.
         version: version of autopar that made the plan.
         format: version of the file format.
@@ -133,6 +138,21 @@ class Plan(PlanRecord, ShownAsText):
             ArgumentError: the file cannot be written.
         """
         _write(path, json.dumps(trace_events(self)), "the trace cannot be written to")
+
+    def report(self, path: str | os.PathLike[str], *, beside: Mapping[str, PlanRecord] | None = None) -> None:
+        """Write the plan as one HTML page that needs no network, for a browser.
+
+        Words and figures, devices with their stages, the timeline of the predicted step, time by source line, memory,
+        tensors and their parts, collectives with the user's code, and what the solver proved.
+
+        Args:
+            path: the file, such as "plan.html".
+            beside: name -> another plan of the same step, for a table of step times, memory and bytes sent.
+
+        Raises:
+            ArgumentError: plotly or jinja2 (`pip install "autopar[report]"`) is missing, or the file cannot be written.
+        """
+        _write(path, html(self, beside or {}), "the report cannot be written to")
 
     def diff(self, other: PlanRecord) -> PlanDiff:
         """This plan beside another of the same step: figures, layouts of arguments, and collectives that differ.
@@ -194,7 +214,8 @@ class Plan(PlanRecord, ShownAsText):
 
     def to_json(self) -> str:
         """The plan as JSON; the text of equal plans is equal."""
-        return json.dumps(form(Plan).write(self), sort_keys=True, separators=(",", ":"))
+        written = replace(self, collectives=()) if self.pipelined else self  # those of a pipeline are in its stages
+        return json.dumps(form(Plan).write(written), sort_keys=True, separators=(",", ":"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.
@@ -239,6 +260,8 @@ def from_json(data: Any, where: str = "the data") -> Plan:
         raise PlanMismatchError(f"{where} is no plan of format {FORMAT} (found {shown(format_)})")
     try:
         plan: Plan = form(Plan).read(data)
+        if plan.pipelined and not plan.collectives:
+            plan = replace(plan, collectives=tuple(c for stage in plan.stages for c in stage.collectives))
         check_consistent(plan)
     except FieldError as error:
         raise PlanMismatchError(f"{where} is a damaged plan: {error}. Plan again.") from None

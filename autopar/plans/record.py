@@ -20,7 +20,7 @@ from autopar.ir.layout import Layout, spec
 from autopar.plans.schema import Listed, Packed
 from autopar.version import VERSION
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,10 @@ class PlanRecord:
     forms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     spent: tuple[Spent, ...] = ()
     transfers: Mapping[str, float] = field(default_factory=dict)
+    transfer_bytes: Mapping[str, float] = field(default_factory=dict)
+    memory_limit_bytes: int = 0
+    devices_per_host: int = 0
+    code: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     version: str = VERSION
     format: int = FORMAT

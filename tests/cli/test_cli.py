@@ -294,6 +294,22 @@ def test_what_if_takes_options(autopar):
     assert json.loads(out)["microbatches"] == ["1", "2"]
 
 
+def test_report_writes_a_page(autopar, tmp_path):
+    plan, page, again = (tmp_path / name for name in ("plan.json", "plan.html", "again.html"))
+    assert autopar("plan", "mlp-toy", "--mesh", "2", "--output", plan)[0] == 0
+    status, out, err = autopar("report", "mlp-toy", page, "--mesh", "2")
+    assert (status, out) == (0, "")
+    assert err.startswith("1 stages, ")
+    assert err.endswith(f" s per step, written to {page}\n")
+    assert autopar("report", plan, again)[0] == 0
+    title = "<title>Plan for 2 devices of dgx-h100, mesh (x=2)</title>"
+    assert title in page.read_text()
+    assert title in again.read_text()
+    status, _, err = autopar("what-if", plan, "--set", "mesh=4")
+    assert status == 1
+    assert "give the step, and the plan as --plan" in err
+
+
 def test_trace_writes_a_timeline(autopar, tmp_path):
     plan, direct, saved = (tmp_path / name for name in ("plan.json", "direct.trace", "saved.trace"))
     autopar("plan", "mlp-toy", "--mesh", "2", "--stages", "2", "--output", plan)

@@ -46,6 +46,8 @@ class Tensor:
         shards: number of different shards.
         copies: devices that hold the same shard.
         elements: of all leaves together.
+        position: the first of the leaves.
+        dimensions: those that are drawn, rows before columns.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Tensor:
     shards: int
     copies: int
     elements: int
+    position: int
+    dimensions: tuple[int, ...]
 
 
 def draw(plan: PlanRecord, path: Path) -> None:
@@ -109,6 +113,8 @@ def _tensor(plan: PlanRecord, group: Sequence[int]) -> Tensor:
         shards,
         math.prod(sizes) // shards,
         len(group) * math.prod(shape),
+        group[0],
+        tuple(drawn),
     )
 
 

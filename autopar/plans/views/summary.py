@@ -151,7 +151,7 @@ def collective_rows(plan: PlanRecord) -> Rows:
     """(kind, axes, times, bytes on the wire, line), most bytes first."""
     groups: dict[tuple[str, str, str], tuple[int, float]] = {}
     for c, sent_now in plan.sent():
-        key = (c.kind, "+".join(c.axes), c.source or _result(plan, c))
+        key = (c.kind, "+".join(c.axes), cause(plan, c))
         times, sent = groups.get(key, (0, 0.0))
         groups[key] = (times + c.count, sent + sent_now)
     ranked = sorted(groups.items(), key=lambda item: (-item[1][1], item[0]))
@@ -163,11 +163,13 @@ def collective_rows(plan: PlanRecord) -> Rows:
     return rows
 
 
-def _result(plan: PlanRecord, c: Collective) -> str:
-    """The result that a collective without a source line is for: its tag is "out" and a position."""
+def cause(plan: PlanRecord, c: Collective) -> str:
+    """The source line of a collective; without one the result that it is for: its tag is "out" and a position."""
+    if c.source:
+        return c.source
     position = c.op.removeprefix("out")
     if plan.pipelined:
-        return "gradients, and what is handed over"
+        return "gradients, and what stages send"
     return f"result {plan.output_paths[int(position)]}" if position != c.op and position.isdigit() else c.op
 
 

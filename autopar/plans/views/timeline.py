@@ -10,7 +10,7 @@ The first event of each process spans the step. Times are microseconds from the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.cost_models.pipeline import Prices, Simulation, simulate
@@ -79,7 +79,8 @@ def _pipeline(plan: PlanRecord) -> Iterator[Event]:
         for i, start, end in zip(instructions, simulation.starts[rank], simulation.ends[rank], strict=True):
             if end > start:
                 row = rows.setdefault(_row(i, place), len(rows))
-                events.append(_event(_words(i), rank, row, before + start, end - start, instruction=str(i)))
+                args = {"instruction": str(i), **_transferred(plan, i)}
+                events.append(_event(_words(i), rank, row, before + start, end - start, **args))
         yield from _named(rank, f"rank {rank}: devices {first} to {first + devices - 1}", list(rows))
         yield from events
         first += devices
@@ -90,6 +91,12 @@ def _row(i: Instruction, place: Sequence[int]) -> str:
     if i.op == "send":
         return f"to rank {place[i.to]}"
     return f"from rank {place[i.stage]}" if i.op == "recv" else "passes"
+
+
+def _transferred(plan: PlanRecord, i: Instruction) -> Mapping[str, float]:
+    """The bytes of a transfer."""
+    nbytes = plan.transfer_bytes.get(f"{i.stage}>{i.to}", 0.0) if i.op in ("send", "recv") else 0.0
+    return {"bytes": nbytes} if nbytes else {}
 
 
 def _words(i: Instruction) -> str:

@@ -1,0 +1,124 @@
+"""The step that a command is about: its options once, for all commands that plan it.
+
+    @app.command()
+    @with_step
+    def trace(step: Step, output: Path) -> None: ...
+
+has the arguments and options of `trace` and those of `Step`; what is given for the latter arrives as a `Step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from autopar.cli.options import (
+    Batch,
+    ClusterName,
+    Hosts,
+    Layers,
+    MemoryBudget,
+    MeshSizes,
+    Microbatches,
+    NoCache,
+    PlanFile,
+    Remat,
+    ScheduleName,
+    Seq,
+    Stages,
+    TargetOrPlan,
+    cache,
+    in_stages,
+    options,
+)
+from autopar.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was given for a step: its name, sizes, and options of `autopar.plan`."""
+
+    target: TargetOrPlan
+    cluster: ClusterName = None
+    hosts: Hosts = None
+    mesh: MeshSizes = None
+    layers: Layers = None
+    batch: Batch = None
+    seq: Seq = None
+    memory_budget: MemoryBudget = None
+    remat: Remat = "auto"
+    num_microbatches: Microbatches = None
+    stages: Stages = "auto"
+    schedule: ScheduleName = "auto"
+    plan_file: PlanFile = None
+    no_cache: NoCache = False
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the target is a saved plan."""
+        return self.target.endswith(".json")
+
+    def plan(self) -> Plan:
+        """The plan, or a saved one that is checked against the function; of a file the plan without its step."""
+        from autopar import api
+        from autopar.plans.plan import Plan
+        from autopar.zoo import targets
+
+        if self.is_file:
+            return Plan.load(self.target)
+        fn, args = targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
+        asked: dict[str, Any] = {}
+        asked |= options(self.mesh, self.cluster, self.hosts, "auto", self.memory_budget)
+        with cache(not self.no_cache):
+            if self.plan_file is None:
+                asked |= {**in_stages(self.stages, self.schedule, self.num_microbatches), "remat": self.remat}
+                return api.plan(fn, *args, **asked)
+            kept = {name: asked[name] for name in ("mesh", "cluster", "memory_budget") if name in asked}
+            return api.plan(fn, *args, plan=self.plan_file, **kept)
+
+    def plan_with_step(self) -> Plan:
+        """The plan with its step. ArgumentError for the file of a plan alone."""
+        if self.is_file:
+            raise ArgumentError(
+                f"{self.target} has the plan and not its step: give the step, and the plan as --plan {self.target}"
+            )
+        return self.plan()
+
+    def remembered(self) -> Any:
+        """The context in which the step is planned again: with the plans that are kept on disk, or without."""
+        return cache(not self.no_cache)
+
+
+def with_step(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the arguments and options of `Step` in place of its parameter `step`."""
+    own = inspect.signature(command).parameters
+    hints: Mapping[str, Any] = {
+        **get_type_hints(Step, include_extras=True), **get_type_hints(command, include_extras=True)
+    }  # fmt: skip
+    first = [_parameter("target", hints["target"], inspect.Parameter.empty)]
+    mine = [_parameter(name, hints[name], p.default) for name, p in own.items() if name != "step"]
+    rest = [
+        _parameter(f.name, hints[f.name], inspect.Parameter.empty if f.default is MISSING else f.default)
+        for f in fields(Step)
+        if f.name != "target"
+    ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        step = Step(**{f.name: given.pop(f.name) for f in fields(Step)})
+        command(step=step, **given)
+
+    parameters = [*first, *mine, *rest]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,0 +1,152 @@
+"""The tables of a report: a row for each argument and result leaf, each group of collectives, and each figure.
+
+A cell has a text and, where the text does not sort as it should, its number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.collective import Collective
+from autopar.ir.layout import device_share
+from autopar.ir.text import seconds, size, spec_text
+from autopar.ir.text.parameters import dtype_of
+from autopar.ir.text.printer import long_dtype
+from autopar.plans.record import PlanRecord
+from autopar.plans.views.groups import owner, sections
+from autopar.plans.views.summary import STATUS, cause, stage_rows
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of a cell, the number by which it sorts (None: by its text), and whether it is program text."""
+
+    text: str
+    number: float | None = None
+    code: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under heads; `name` is the identifier in the page."""
+
+    name: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def _nbytes(n: float) -> Cell:
+    return Cell(size(n), n)
+
+
+def tensors(plan: PlanRecord) -> Table:
+    """Every argument leaf and every result leaf."""
+    heads = ("path", "role", "type", "PartitionSpec", "bytes", "per device", "stored by")
+    return Table("tensors", heads, (*_arguments(plan), *_results(plan)))
+
+
+def _arguments(plan: PlanRecord) -> Iterator[tuple[Cell, ...]]:
+    specs = plan.in_specs()
+    roles = {i: title for title, members in sections(plan).items() for i in members}
+    for i in roles:
+        path, kind = plan.input_paths[i], plan.input_types[i]
+        stage = owner(plan, i)
+        sizes = tuple((stage or plan.stages[0]).submesh.values())
+        nbytes = math.prod(plan.input_shapes[i]) * dtype_of(long_dtype(kind.partition("[")[0])).itemsize
+        place = stage.name if stage else "all devices" if not plan.pipelined else "the stages that read it"
+        yield (
+            Cell(path, code=True),
+            Cell(roles[i]),
+            Cell(kind, code=True),
+            Cell(spec_text(specs[i]), code=True),
+            _nbytes(nbytes),
+            _nbytes(nbytes * device_share(plan.inputs[i], plan.input_shapes[i], sizes)),
+            Cell(f"{place}, host memory" if i in plan.offloaded else place),
+        )
+
+
+def _results(plan: PlanRecord) -> Iterator[tuple[Cell, ...]]:
+    for path, shape, partition in zip(plan.output_paths, plan.output_shapes, plan.out_specs(), strict=True):
+        shown = "x".join(map(str, shape)) or "scalar"
+        yield (
+            Cell(path, code=True), Cell("result"), Cell(shown, code=True), Cell(spec_text(partition), code=True),
+            Cell("", 0.0), Cell("", 0.0), Cell("")
+        )  # fmt: skip
+
+
+def collectives(plan: PlanRecord) -> Table:
+    """Collectives by kind, axes, stage and source line, with the text of the line."""
+    groups: dict[tuple[str, str, str, str], tuple[int, float]] = {}
+    for stage, c, sent in _sent(plan):
+        key = (c.kind, "+".join(c.axes), stage, cause(plan, c))
+        times, before = groups.get(key, (0, 0.0))
+        groups[key] = (times + c.count, before + sent)
+    rows = [
+        (
+            Cell(kind),
+            Cell(axes, code=True),
+            *([Cell(stage)] if plan.pipelined else []),
+            Cell(f"{times:,}", times),
+            _nbytes(sent),
+            Cell(source, code=source in plan.code),
+            Cell(plan.code.get(source, ""), code=True),
+        )
+        for (kind, axes, stage, source), (times, sent) in sorted(groups.items(), key=lambda item: -item[1][1])
+    ]
+    where = ("stage",) if plan.pipelined else ()
+    return Table("collectives", ("kind", "axes", *where, "times", "sent per device", "line", "code"), tuple(rows))
+
+
+def _sent(plan: PlanRecord) -> Iterator[tuple[str, Collective, float]]:
+    if not plan.pipelined:
+        yield from (("", c, sent) for c, sent in plan.sent())
+    for stage in plan.stages if plan.pipelined else ():
+        yield from ((stage.name, c, c.bytes_sent(stage.submesh)) for c in stage.collectives)
+
+
+def stages(plan: PlanRecord) -> Table | None:
+    """The stages of a pipeline."""
+    if not plan.pipelined:
+        return None
+    heads = ("stage", "layers", "devices", "seconds per microbatch", "memory per device")
+    numbers = [stage.peak_memory_bytes for stage in plan.stages]
+    rows = [
+        (*map(Cell, row[:-1]), Cell(row[-1], n)) for row, n in zip(stage_rows(plan), numbers, strict=True)
+    ]  # fmt: skip
+    return Table("stages", heads, tuple(rows))
+
+
+def comparison(plans: Mapping[str, PlanRecord | str]) -> Table | None:
+    """Other plans of the step beside this one; a text says why there is none."""
+    if len(plans) < 2:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for name, plan in plans.items():
+        if isinstance(plan, str):
+            rows.append((Cell(name), Cell(plan, math.inf), Cell(""), Cell(""), Cell("")))
+            continue
+        rows.append(
+            (
+                Cell(name),
+                Cell(seconds(plan.step_time_s), plan.step_time_s),
+                _nbytes(plan.peak_memory_bytes),
+                _nbytes(plan.wire_bytes()),
+                Cell(f"{plan.mfu:.1%}", plan.mfu),
+            )
+        )
+    return Table("comparison", ("plan", "step", "memory per device", "sent per device", "MFU"), tuple(rows))
+
+
+def solver(plan: PlanRecord) -> Sequence[tuple[str, str]]:
+    """What is proven about the plan, and what it took, as pairs of a name and a text."""
+    return [
+        ("status", f"{plan.solver_status}: {STATUS.get(plan.solver_status, plan.solver)}"),
+        ("lower bound", f"{seconds(plan.lower_bound_s)}, a gap of {plan.gap:.2%}" if plan.lower_bound_s else "none"),
+        ("solver", plan.solver),
+        ("variables", f"{plan.variables_unfolded:,}, {plan.variables:,} after equal layers are merged"),
+        ("constraints of the ILP", f"{plan.rows:,}" if plan.rows else "none was solved"),
+        ("planning", ", ".join(f"{name} {seconds(t)}" for name, t in plan.phases.items() if t)),
+        ("made by", f"autopar {plan.version}, format {plan.format}"),
+    ]

@@ -1,0 +1,225 @@
+"""The report in headless Chromium: complete, readable, and with the figures of the plan.
+
+Every plan is opened once. Without Chromium or playwright the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import zoo
+from autopar.errors import ArgumentError
+from autopar.ir.text import seconds, size
+from autopar.plans.views.report import charts
+from autopar.plans.views.timeline import trace_events
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+#: Name -> zoo model, its sizes, and the options of its plan.
+PLANS = {
+    "data parallel": ("mlp-toy", {}, {"mesh": (8,), "pins": {"*params/*": P(), "*opt/*": P(), "batch/*": P("x")}}),
+    "llama on 256": ("llama3-8b", {"layers": 4}, {"mesh": (32, 8), "cluster": "dgx-h100:32"}),
+    "gpt-39b in stages": (
+        "gpt-39b",
+        {"layers": 16, "batch": 64},
+        {"stages": 16, "mesh": (64,), "num_microbatches": 16, "cluster": "dgx-h100:8"},
+    ),
+    "moe on a pod": ("moe-toy", {}, {"mesh": (8, 8), "cluster": "tpu-v5e:8"}),
+}  # fmt: skip
+
+#: For every element with text of its own, the ratio of luminances (WCAG 2.1, 1.4.3) of the text and what is behind it.
+CONTRASTS = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const rgba = (text) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const linear = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = (element) => {
+    const rect = element instanceof SVGElement && element.parentNode.querySelector(":scope > rect");
+    if (rect && element.closest("svg[role=img]")) return rgba(getComputedStyle(rect).fill);
+    for (let e = element; e; e = e.parentElement) {
+      const color = rgba(getComputedStyle(e).backgroundColor);
+      if (color[3] > 0) return color;
+    }
+    return [255, 255, 255, 255];
+  };
+  const ratios = [];
+  for (const e of document.querySelectorAll("body *:not(tr:nth-child(n+20) *)")) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || e.matches("script, style, title, option") || !e.getClientRects().length) continue;
+    const style = getComputedStyle(e), svg = e instanceof SVGElement;
+    const [a, b] = [luminance(rgba(svg ? style.fill : style.color)), luminance(behind(e))];
+    ratios.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.textContent.trim().slice(0, 40)]);
+  }
+  return ratios;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra test)")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on PATH: apt-get install chromium")
+    with playwright.sync_playwright() as running:
+        chromium = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def plan(request):
+    name, sizes, options = PLANS[request.param]
+    model = zoo.build(name, **sizes)
+    return autopar.plan(model.step, *model.abstract_args(), **options)
+
+
+@pytest.fixture(scope="module")
+def opened(browser, plan, tmp_path_factory):
+    """The page of a plan at 1280 pixels, and what the console said."""
+    path = tmp_path_factory.mktemp("report") / "plan.html"
+    plan.report(path)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    said = []
+    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    page.on(
+        "request", lambda request: said.append(f"request: {request.url}") if "plan.html" not in request.url else None
+    )
+    page.goto(path.as_uri())
+    page.evaluate("drawAll()")
+    yield page, said
+    page.close()
+
+
+def column(page, table, number):
+    """The numbers of a column of a table, from the top."""
+    cells = page.locator(f"[data-table={table}] tbody tr td:nth-child({number + 1})")
+    return cells.evaluate_all("cells => cells.map(cell => +cell.dataset.value)")
+
+
+def test_the_page_is_complete_and_silent(plan, opened):
+    page, said = opened
+    assert [line for line in said if not line.startswith(("request: data:", "request: file:"))] == []
+    assert page.locator("[data-table=tensors] tbody tr").count() == len(plan.input_paths) + len(plan.output_paths)
+    assert sum(column(page, "collectives", 3 if plan.pipelined else 2)) == sum(c.count for c, _ in plan.sent())
+    assert page.locator("#devices svg rect").count() == math.prod(plan.mesh_sizes)
+    assert page.locator("[data-table=stages] tbody tr").count() == (len(plan.stages) if plan.pipelined else 0)
+    events = [e for e in trace_events(plan)["traceEvents"] if e["ph"] == "X" and e["tid"] != 0]
+    bars = page.evaluate("document.getElementById('timeline-chart').data.map(t => t.x.length).reduce((a, b) => a + b)")
+    assert bars == len(events)
+    assert page.locator("#timeline-chart .bars path").count() == len(events)
+    shown = page.locator("header").inner_text()
+    assert seconds(plan.step_time_s) in shown
+    assert size(plan.peak_memory_bytes) in shown
+
+
+def test_zooming_reaches_every_instruction(plan, opened):
+    page, _ = opened
+    low, high = page.evaluate("document.getElementById('timeline-chart').layout.xaxis.range")
+    page.focus("#timeline-chart")
+    page.keyboard.press("+")
+    page.keyboard.press("ArrowRight")
+    narrow = page.evaluate("document.getElementById('timeline-chart').layout.xaxis.range")
+    assert narrow[1] - narrow[0] == pytest.approx((high - low) / 2)
+    assert narrow[0] > low
+    page.click("[data-zoom=timeline] [data-step=all]")
+    assert page.evaluate("document.getElementById('timeline-chart').layout.xaxis.range") == pytest.approx([low, high])
+    events = [e for e in trace_events(plan)["traceEvents"] if e["ph"] == "X" and e["tid"] != 0]
+    for event in sorted(events, key=lambda e: e["dur"])[:3] + events[-3:]:
+        begin, taken = event["ts"] / 1e3, event["dur"] / 1e3
+        width = page.evaluate(
+            """async ([name, low, high]) => {
+              const chart = document.getElementById("timeline-chart");
+              await Plotly.relayout(chart, {"xaxis.range": [low, high]});
+              const trace = (bar) => bar.parentNode.parentNode.__data__[0].trace;
+              const bars = [...chart.querySelectorAll(".bars .point")];
+              const named = bars.filter((bar) => trace(bar).customdata[bar.__data__.i][0] === name);
+              const widths = named.map((bar) => bar.getBoundingClientRect().width);
+              return Math.max(...widths);
+            }""",
+            [event["name"], begin - taken, begin + 2 * taken],
+        )
+        assert width > 200, event
+    page.click("[data-zoom=timeline] [data-step=all]")
+
+
+def test_hovering_shows_the_figures_of_the_plan(plan, opened):
+    page, _ = opened
+    events = [e for e in trace_events(plan)["traceEvents"] if e["ph"] == "X" and e["tid"] != 0]
+    longest = max(events, key=lambda e: e["dur"])
+    row = charts._rows(trace_events(plan)["traceEvents"])[longest["pid"], longest["tid"]]
+    middle = (longest["ts"] + longest["dur"] / 2) / 1e3
+    page.locator("#timeline-chart").scroll_into_view_if_needed()
+    x, y = page.evaluate(
+        """([x, row]) => {
+          const chart = document.getElementById("timeline-chart"), box = chart.getBoundingClientRect();
+          const {xaxis, yaxis} = chart._fullLayout;
+          return [box.x + xaxis._offset + xaxis.d2p(x), box.y + yaxis._offset + yaxis.d2p(row)];
+        }""",
+        [middle, row],
+    )
+    page.mouse.move(x, y - 300)
+    page.mouse.move(x, y)
+    page.wait_for_selector("#timeline-chart .hoverlayer text")
+    text = page.locator("#timeline-chart .hoverlayer").text_content()
+    assert longest["name"] in text
+    assert seconds(longest["dur"] / 1e6) in text
+
+
+def test_the_table_filters_and_sorts(plan, opened):
+    page, _ = opened
+    word = plan.input_paths[0].split("/")[-1]
+    page.fill("[data-filter=tensors]", f"{word} P(")
+    shown = page.eval_on_selector_all(
+        "[data-table=tensors] tbody tr:not([hidden])", "rows => rows.map(r => r.textContent)"
+    )
+    rows = page.eval_on_selector_all("[data-table=tensors] tbody tr", "rows => rows.map(r => r.textContent)")
+    assert sorted(shown) == sorted(row for row in rows if word.lower() in row.lower() and "p(" in row.lower())
+    assert 0 < len(shown) < len(rows)
+    assert page.locator("[data-count=tensors]").inner_text() == f"{len(shown)} of {len(rows)}"
+    page.fill("[data-filter=tensors]", "")
+    page.click("[data-table=tensors] th:nth-child(6) button")
+    page.click("[data-table=tensors] th:nth-child(6) button")
+    nbytes = page.eval_on_selector_all(
+        "[data-table=tensors] tbody tr", "rows => rows.map(r => +r.cells[5].dataset.value)"
+    )
+    assert nbytes == sorted(nbytes, reverse=True)
+    assert page.locator("[data-table=tensors] th:nth-child(6)").get_attribute("aria-sort") == "descending"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_any_screen(opened, scheme):
+    page, _ = opened
+    page.emulate_media(color_scheme=scheme)
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function(f"document.getElementById('timeline-chart')._fullLayout.width <= {width}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    ratios = page.evaluate(CONTRASTS)
+    assert len(ratios) > 50
+    assert [pair for pair in ratios if pair[0] < 4.5] == []
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.emulate_media(color_scheme="light")
+
+
+def test_on_paper_there_are_no_controls(opened):
+    page, _ = opened
+    page.emulate_media(media="print")
+    assert not page.locator("nav").is_visible()
+    assert not page.locator(".tools").first.is_visible()
+    assert page.locator("[data-table=tensors] tbody tr").last.is_visible()
+    page.emulate_media(media="screen")
+
+
+def test_a_page_that_cannot_be_written():
+    model = zoo.build("mlp-toy")
+    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(2,))
+    with pytest.raises(ArgumentError, match="the report cannot be written to"):
+        plan.report("/nowhere/plan.html")
