@@ -14,7 +14,8 @@ which form of parallelism that is:
     a free dimension of an activation, beside another       context           Ring attention [4]
     contracted, of two activations                          contraction
 
-The share of a form is that of its products in the FLOPs of all products of the forward pass     -> axis_forms
+The share of a form is that of its products in the FLOPs of all products of the forward pass: on one mesh of the
+program, in a pipeline of all stages                                              -> axis_forms, pipeline_forms
 
 [1] Shoeybi et al. (2019), Megatron-LM. [2] Lepikhin et al. (2020), GShard. [3] Korthikanti et al. (2022), Reducing
 activation recomputation in large transformer models. [4] Liu et al. (2023), Ring attention. [5] Xu et al. (2021),
@@ -24,7 +25,7 @@ GSPMD.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.flops import work
@@ -33,6 +34,9 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
 from autopar.ir.op_sets import PRODUCTS
 from autopar.passes.microbatch.analysis import infer_batch
+from autopar.passes.microbatch.states import Split, State
+from autopar.passes.stages.plan import StagePlan
+from autopar.passes.stages.plan_all import PlannedStage, StagePlans
 from autopar.plans.record import Stage
 from autopar.rules import Rule
 
@@ -51,27 +55,80 @@ def axis_forms(graph: Graph, stage: Stage, rules: Mapping[int, Rule]) -> Forms:
         stage: its layouts.
         rules: signature of an operation -> its sharding rule.
     """
-    products = _Products(stage, rules, _batch_dimensions(graph, rules))
-    totals: list[dict[str, float]] = [{} for _ in stage.submesh]
+    batch = dict.fromkeys((graph.inputs[i] for i in infer_batch(graph)), frozenset({0}))
+    return _weighed([_products(graph, stage, rules, batch, graph.walk())])
+
+
+def pipeline_forms(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Forms:
+    """The forms of parallelism inside the stages of a pipeline; axes of stages of different submeshes are one.
+
+    Args:
+        plans: the planned stages. Of isomorphic ones the first has the graph, and counts for all.
+        stages: their layouts.
+    """
+    states, products = plans.stages.split.states, dict[str, _StageProducts]()
+    for planned, stage in zip(plans.plans, stages, strict=True):
+        if not isinstance(planned, StagePlan) or stage.graph_hash in products:
+            continue
+        program = planned.graph
+        batch = {
+            v: dims for value, v in {**program.blocks, **program.received}.items() if (dims := _split(states, value))
+        }
+        forward = (op for i in program.programs["F"] for op in program.graph.by_index[i].walk())
+        products[stage.graph_hash] = _products(program.graph, stage, planned.rules, batch, forward)
+    return _weighed([products[stage.graph_hash] for stage in stages if stage.graph_hash in products])
+
+
+def _split(states: Mapping[int, State], value: int) -> frozenset[int]:
+    """The dimension of a value along which microbatches are blocks of it."""
+    state = states.get(value)
+    return frozenset({state.dim}) if isinstance(state, Split) else frozenset()
+
+
+@dataclass(frozen=True)
+class _StageProducts:
+    """FLOPs of the products of a forward pass: in all, and by mesh axis of more than one device and form."""
+
+    flops: float
+    totals: Mapping[str, Mapping[str, float]]
+
+
+def _products(
+    graph: Graph, stage: Stage, rules: Mapping[int, Rule], batch: Mapping[int, frozenset[int]], ops: Iterable[Op]
+) -> _StageProducts:
+    """Classifies the products of the forward pass among some operations.
+
+    `batch`: values that come from the batch -> their dimensions that do.
+    """
+    products = _Products(stage, rules, _batch_dimensions(graph, rules, batch))
+    totals: dict[str, dict[str, float]] = {axis: {} for axis, size in stage.submesh.items() if size > 1}
     flops = 0.0
-    for op in graph.walk():
+    for op in ops:
         if op.name in PRODUCTS and op.phase == "forward":
             amount = work(graph, op) * graph.runs[op.index]
             flops += amount
-            for axis, total in enumerate(totals):
-                form = products.form(op, axis)
-                total[form] = total.get(form, 0.0) + amount
-    sizes = zip(stage.submesh.items(), totals, strict=True)
-    return {axis: _shares(total, flops) for (axis, size), total in sizes if size > 1 and flops}
+            for number, axis in enumerate(stage.submesh):
+                if axis in totals:
+                    form = products.form(op, number)
+                    totals[axis][form] = totals[axis].get(form, 0.0) + amount
+    return _StageProducts(flops, totals)
+
+
+def _weighed(stages: Sequence[_StageProducts]) -> Forms:
+    """Shares of forms in the FLOPs of all stages that have an axis."""
+    forms: dict[str, Mapping[str, float]] = {}
+    for axis in dict.fromkeys(axis for stage in stages for axis in stage.totals):
+        with_axis = [stage for stage in stages if axis in stage.totals]
+        flops = sum(stage.flops for stage in with_axis)
+        sums = {form: sum(stage.totals[axis].get(form, 0.0) for stage in with_axis) for form in FORMS}
+        if flops:
+            forms[axis] = {form: round(amount / flops, DIGITS) for form, amount in sums.items() if amount}
+    return forms
 
 
 def largest(shares: Mapping[str, float]) -> str:
     """The form with the most FLOPs, the first of `FORMS` of several; "" if everything is replicated."""
     return max((form for form in FORMS if form in shares), key=lambda form: shares[form], default="")
-
-
-def _shares(total: Mapping[str, float], flops: float) -> Mapping[str, float]:
-    return {form: round(total[form] / flops, DIGITS) for form in FORMS if form in total}
 
 
 # Products
@@ -131,9 +188,11 @@ def _value(atom: Atom) -> int:
     return atom if isinstance(atom, int) else -1
 
 
-def _batch_dimensions(graph: Graph, rules: Mapping[int, Rule]) -> Mapping[int, frozenset[int]]:
-    """Value that depends on the batch -> its dimensions that come from the leading dimension of the batch."""
-    batch_dims = dict.fromkeys((graph.inputs[i] for i in infer_batch(graph)), frozenset({0}))
+def _batch_dimensions(
+    graph: Graph, rules: Mapping[int, Rule], batch: Mapping[int, frozenset[int]]
+) -> Mapping[int, frozenset[int]]:
+    """Value that depends on the batch -> its dimensions that come from the dimensions of the batch."""
+    batch_dims = dict(batch)
     _propagate(graph, graph.ops, rules, batch_dims)
     return batch_dims
 

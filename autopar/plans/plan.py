@@ -83,7 +83,7 @@ class Plan(PlanRecord, ShownAsText):
         pieces: number of scans into which stages divide a scan over layers; 0: the number of stages.
         offloaded: positions of the argument leaves that are in host memory between steps.
         forms: mesh axis -> form of parallelism (`autopar.plans.forms.FORMS`) -> share of the FLOPs of the
-            forward pass's products; empty for stages.
+            forward pass's products, in a pipeline of those inside stages.
         spent: predicted seconds by source line, which add up to the step; empty for stages.
         transfers: "0>1" -> seconds in which stage 0 sends stage 1 what one microbatch needs; empty on one mesh.
         transfer_bytes: the same -> bytes of one microbatch.

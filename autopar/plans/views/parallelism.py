@@ -47,13 +47,19 @@ def _axes(plan: PlanRecord) -> Iterator[str]:
     for (names, details), group in groupby(axes_with_forms, key=lambda axis: _named(plan.forms[axis])):
         axes = list(group)
         over = f"over {' and '.join(axes)}"
-        ways = f"{math.prod(plan.mesh[axis] for axis in axes)} ways"
+        ways = f"{_ways(plan, axes)} ways"
         if not names:
             yield f"everything replicated {over} ({ways})"
         else:
             alone = len(names) == 1 and names[0][1] >= 100 * MOST_SHARE
             shares = [name if alone else f"{name} ({share}%)" for name, share in names]
             yield f"{' and '.join(shares)} {over} ({': '.join([ways, *filter(None, [', '.join(details)])])})"
+
+
+def _ways(plan: PlanRecord, axes: Sequence[str]) -> str:
+    """The number of devices along axes; in a pipeline inside stages: "4", or "4 to 8" of different submeshes."""
+    counts = sorted({math.prod(stage.submesh.get(axis, 1) for axis in axes) for stage in plan.stages})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def _named(shares: Mapping[str, float]) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:

@@ -47,8 +47,7 @@ def html(plan: PlanRecord, beside: Mapping[str, PlanRecord | str]) -> str:
     figures = _figures(plan)
     return environment.get_template("page.html.jinja").render(
         title=_title(plan),
-        words=[sentence[:1].upper() + sentence[1:] for sentence in describe(plan).split("; ") if sentence],
-        slowest=next(slowest(plan), ""),
+        words=[words[:1].upper() + words[1:] for words in (*describe(plan).split("; "), *slowest(plan)) if words],
         cards=_cards(plan),
         devices=pictures.devices(plan),
         layouts=list(pictures.layouts(plan)),
@@ -74,15 +73,16 @@ def _title(plan: PlanRecord) -> str:
 def _cards(plan: PlanRecord) -> list[tuple[str, str, str]]:
     """(name, figure, remark) of what matters most."""
     limit = f"of {size(plan.memory_limit_bytes)} that it may use" if plan.memory_limit_bytes else ""
-    stages = f"{len(plan.stages)} on {len(plan.ranks)} submeshes" if plan.pipelined else "1, on the whole mesh"
-    schedule = f"schedule {plan.schedule}" if plan.pipelined else "no pipeline"
+    stages = str(len(plan.stages)) if plan.pipelined else "none"
+    schedule = f"on {len(plan.ranks)} submeshes, schedule {plan.schedule}" if plan.pipelined else "one mesh"
+    batch = "the batch as a whole" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
     parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items() if name != "hidden" and t)
     return [
         ("step", seconds(plan.step_time_s), parts),
         ("MFU", f"{plan.mfu:.1%}", "of the peak FLOP/s"),
         ("memory per device", size(plan.peak_memory_bytes), limit),
         ("sent per device", size(plan.wire_bytes()), f"{sum(c.count for c in plan.collectives):,} collectives"),
-        ("stages", stages, f"{schedule}, {plan.num_microbatches} microbatches"),
+        ("stages", stages, f"{schedule}, {batch}"),
     ]
 
 
