@@ -89,7 +89,8 @@ def _with_origin(step: PlannedStep, call: Call, s: Settings) -> PlannedStep:
             again = replace(structure, report=report)
             return _with_origin(_planned(again, changed), again, changed).plan
 
-    return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan)))
+    batch = argnums.named_batch(call.args, s)
+    return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, s.pins, batch)))
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

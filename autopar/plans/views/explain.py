@@ -25,7 +25,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, replicated, spec
 from autopar.ir.text import Rows, seconds, size, spec_text, table
-from autopar.passes.op_groups.constraints import names as is_named
+from autopar.passes.op_groups.pin_keys import names as is_named
 from autopar.plans.origin import Alternative, Origin, Prices
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import argument_groups, host, label, owner
