@@ -18,15 +18,18 @@ from autopar.cli.options import (
     MeshSizes,
     Microbatches,
     NoCache,
+    PinTexts,
     PlanFile,
     Remat,
     ScheduleName,
     Seq,
     Stages,
+    StrategyTexts,
     Target,
     cache,
     in_stages,
     options,
+    pins_of,
     report,
     say,
     sizes,
@@ -54,13 +57,15 @@ def explain(
     stages: Stages = "auto",
     schedule: ScheduleName = "auto",
     plan_file: PlanFile = None,
+    pins: PinTexts = None,
+    strategies: StrategyTexts = None,
     exact: Annotated[bool, typer.Option("--exact", help="solve again for each layout, in place of a bound")] = False,
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
     """Say why values of TARGET have their layouts, what that sends, and what other layouts would cost."""
     fn, args = _loaded(target, layers, batch, seq)
-    asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
+    asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat, "pins": pins_of(pins, strategies)}
     with cache(not no_cache):
         plan = _planned(fn, args, plan_file, {**asked, **options(mesh, cluster, hosts, "auto", memory_budget)})
         explanation = plan.explain(name, exact=exact)
@@ -86,7 +91,8 @@ def what_if(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="an option that changes, as in memory_budget=40GiB")
     ] = None,
-    pins: Annotated[list[str] | None, typer.Option("--pin", help="a pin, as in 'params/*/wq=x,None'")] = None,
+    pins: PinTexts = None,
+    strategies: StrategyTexts = None,
     cluster: ClusterName = None,
     hosts: Hosts = None,
     mesh: MeshSizes = None,
@@ -104,7 +110,7 @@ def what_if(
     no_cache: NoCache = False,
 ) -> None:
     """Plan TARGET under other options as well, and show both plans side by side."""
-    changed = _changes(changes or (), pins or (), hosts)
+    changed = _changes(changes or (), pins_of(pins, strategies), hosts)
     fn, args = _loaded(target, layers, batch, seq)
     asked = {**in_stages(stages, schedule, num_microbatches), "remat": remat}
     with cache(not no_cache):
@@ -158,11 +164,11 @@ def _planned(fn: Any, args: Sequence[Any], plan_file: Path | None, asked: Mappin
 
     if plan_file is None:
         return api.plan(fn, *args, **asked)
-    kept = ("mesh", "cluster", "memory_budget")
+    kept = ("mesh", "cluster", "memory_budget", "pins")
     return api.plan(fn, *args, plan=plan_file, **{name: asked[name] for name in kept if name in asked})
 
 
-def _changes(changes: Sequence[str], pins: Sequence[str], hosts: int | None) -> dict[str, Any]:
+def _changes(changes: Sequence[str], pins: Mapping[str, Any], hosts: int | None) -> dict[str, Any]:
     """Options of `Plan.what_if`. ArgumentError for a text that is no option."""
     changed = dict(_split(text, "--set", "memory_budget=40GiB") for text in changes)
     unknown = [name for name in changed if name not in _VALUES]
@@ -174,27 +180,17 @@ def _changes(changes: Sequence[str], pins: Sequence[str], hosts: int | None) -> 
 
         values["cluster"] = targets.cluster(values["cluster"], hosts, values.get("mesh"))
     if pins:
-        values["pins"] = dict(_pin(text) for text in pins)
+        values["pins"] = pins
     if not values:
-        raise ArgumentError("give what changes: --set memory_budget=40GiB, or --pin 'params/*/wq=x,None'")
+        raise ArgumentError("give what changes: --set memory_budget=40GiB, --pin 'params/*/wq=x,None' or --pins fsdp:x")
     return values
 
 
 def _split(text: str, option: str, example: str) -> tuple[str, str]:
-    name, separator, value = text.rpartition("=") if option == "--pin" else text.partition("=")
+    name, separator, value = text.partition("=")
     if not separator or not name:
         raise ArgumentError(f"{option} {text!r}: give a name and a value, such as {example}")
     return name.strip(), value.strip()
-
-
-def _pin(text: str) -> tuple[str, Any]:
-    """ "params/*/wq=x+y,None" -> a pin of dimension 0 over two axes."""
-    from jax.sharding import PartitionSpec
-
-    name, value = _split(text, "--pin", "'params/*/wq=x,None'")
-    entries = [part.strip() for part in value.split(",")] if value else []
-    dims = [None if part in ("None", "-", "") else tuple(part.split("+")) for part in entries]
-    return name, PartitionSpec(*(dim[0] if dim is not None and len(dim) == 1 else dim for dim in dims))
 
 
 def _count_or_word(text: str) -> Any:

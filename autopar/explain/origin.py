@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.explain.problems import Subject, of_stage, whole_step
@@ -45,6 +47,7 @@ class StepOrigin:
     pins: Pins | None = None
     batch: tuple[int, ...] | None = None
     _subjects: dict[int, Subject] = field(default_factory=dict)
+    _last_pins: dict[int, Mapping[Pinnable, tuple[str, PartitionSpec]]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph | None:
@@ -110,8 +113,18 @@ class StepOrigin:
             return "the type of the argument, on an Explicit mesh"
         stages = self.step.plan.stages
         stage = next((n for n, stage in enumerate(stages) if position in stage.arguments), 0)
-        last = last_pins(self.pins, self.step.traced.graph, self.batch, stage, len(stages))
-        pin = last.get(Pinnable("arg", position))
+        return self._pin_of(Pinnable("arg", position), stage)
+
+    def pinned_value(self, value: int) -> str:
+        """See `autopar.plans.origin.Origin`."""
+        return self._pin_of(Pinnable("value", value), 0)
+
+    def _pin_of(self, of: Pinnable, stage: int) -> str:
+        """The pin that holds for a leaf or a value in a stage, in words; "" if there is none."""
+        if stage not in self._last_pins:
+            graph, stages = self.step.traced.graph, len(self.step.plan.stages)
+            self._last_pins[stage] = last_pins(self.pins, graph, self.batch, stage, stages)
+        pin = self._last_pins[stage].get(of)
         return "" if pin is None else f"the pin '{pin[0]}'"
 
     def replanned(self, changes: Mapping[str, Any]) -> Plan:

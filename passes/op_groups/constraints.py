@@ -21,16 +21,22 @@ from autopar.errors import PinError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import Layout, divides, from_spec, replicated
-from autopar.passes.op_groups.pin_keys import ROLES, Batch, Pinnable, by_stage, is_line, matches, nearest
+from autopar.passes.op_groups.pin_keys import PRODUCTS_AT, ROLES, Batch, Pinnable, by_stage, is_line, matches, nearest
 
 Pins = Mapping[str, PartitionSpec]
 
 
 class PinnedValue(NamedTuple):
-    """The layout of a value inside the program, and the key of the pin."""
+    """The layout of a value inside the program, and the key of the pin.
+
+    `open_dims` are dimensions that mesh axes which cut nothing in `layout` may cut. `computed`: a product is computed
+    in this layout, and not in another from which its partial sums are scattered.
+    """
 
     layout: Layout
     key: str
+    open_dims: tuple[int, ...] = ()
+    computed: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,16 @@ def resolve(
     layouts = {of: _layout(of, key, spec, graph, mesh) for of, (key, spec) in last.items()}
     arguments = {of.number: layout for of, layout in layouts.items() if of.kind == "arg"}
     results = {of.number: layout for of, layout in layouts.items() if of.kind == "out"}
-    values = {of.number: PinnedValue(layout, last[of][0]) for of, layout in layouts.items() if of.kind == "value"}
+    values = {of.number: _value(layout, *last[of]) for of, layout in layouts.items() if of.kind == "value"}
     said = {of.number: f"pin '{key}' of {spec}" for of, (key, spec) in last.items() if of.kind == "arg"}
     for position, spec in (typed or {}).items():
         arguments[position] = _typed(position, spec, axes or {}, graph, mesh, arguments, said)
     return Pinned(arguments, results, values)
+
+
+def _value(layout: Layout, key: str, spec: PartitionSpec) -> PinnedValue:
+    open_dims = (dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
+    return PinnedValue(layout, key, tuple(open_dims), by_stage(key)[1].startswith(PRODUCTS_AT))
 
 
 def last_pins(
@@ -128,7 +139,8 @@ def _layout(of: Pinnable, key: str, spec: PartitionSpec, graph: Graph, mesh: Log
     """The layout of a leaf or a value under its pin. Raises PinError."""
     if of.kind == "value":
         op, type_ = graph.producers[of.number], graph.types[of.number]
-        return checked_layout(spec, type_, mesh, f"pin '{key}' on {op.name} at {op.source}")
+        named = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
+        return checked_layout(PartitionSpec(*named), type_, mesh, f"pin '{key}' on {op.name} at {op.source}")
     paths, atoms = (graph.input_paths, graph.inputs) if of.kind == "arg" else (graph.output_paths, graph.outputs)
     return checked_layout(spec, graph.type_of(atoms[of.number]), mesh, f"pin '{key}' on '{paths[of.number]}'")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_models.sharding.groups import Binding, projection
+from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.errors import PinError
 from autopar.ir.graph import Op
-from autopar.ir.layout import PARTIAL, Layout, divides, spec
+from autopar.ir.layout import PARTIAL, REPLICATED, Layout, divides, spec
 from autopar.passes.op_groups.bindings import Builder
+from autopar.passes.op_groups.constraints import PinnedValue
 
 #: Layouts that an error suggests.
 NEAREST = 3
@@ -17,10 +20,23 @@ NEAREST = 3
 def has_layout(b: Builder, binding: Binding) -> bool:
     """Whether every strategy of a group gives a value the layout to which it is pinned; True if it is not pinned."""
     pin = b.pinned_values.get(binding.value)
-    if pin is None:
-        return True
-    _, layouts = projection(b.drafts[binding.group].strategies, binding.dims, assigned=False)
-    return len(layouts) == 1 and tuple(map(int, layouts[0])) == pin.layout
+    return pin is None or bool(_allowed(b.drafts[binding.group].strategies, binding, pin).all())
+
+
+def _allowed(strategies: StrategySet, binding: Binding, pin: PinnedValue) -> NDArray[np.bool_]:
+    """Which strategies give a value the layout to which it is pinned. Shape (n,)."""
+    classes, layouts = projection(strategies, binding.dims, assigned=False)
+    allowed = _agree(layouts, pin)[classes]
+    if pin.computed:
+        classes, layouts = projection(strategies, binding.dims, assigned=True)
+        allowed &= _agree(layouts, pin)[classes]
+    return allowed
+
+
+def _agree(layouts: NDArray[np.int8], pin: PinnedValue) -> NDArray[np.bool_]:
+    """Which layouts, shape (n, axes), are that of a pin, but for axes that cut its open dimensions. Shape (n,)."""
+    wanted = np.array(pin.layout, layouts.dtype)
+    return ((layouts == wanted) | ((wanted == REPLICATED) & np.isin(layouts, pin.open_dims))).all(1)
 
 
 def restrict(b: Builder, op: Op) -> None:
@@ -31,17 +47,19 @@ def restrict(b: Builder, op: Op) -> None:
     """
     for value in op.outputs:
         binding = b.bindings.get(value)
-        if value in b.pinned_values and binding is not None and binding.view is None and not has_layout(b, binding):
+        if value in b.pinned_values and binding is not None and binding.view is None:
             _restrict(b, op, binding)
 
 
 def _restrict(b: Builder, op: Op, binding: Binding) -> None:
-    draft, wanted = b.drafts[binding.group], b.pinned_values[binding.value].layout
-    classes, layouts = projection(draft.strategies, binding.dims, assigned=False)
-    rows = (layouts == np.array(wanted)).all(1)[classes]
-    if not rows.any():
+    draft, pin = b.drafts[binding.group], b.pinned_values[binding.value]
+    allowed = _allowed(draft.strategies, binding, pin)
+    if not allowed.any():
+        layouts = projection(draft.strategies, binding.dims, assigned=False)[1]
         raise _impossible(b, op, binding.value, [tuple(map(int, layout)) for layout in layouts])
-    draft.strategies = b.some(draft.strategies, rows, ("only", draft.strategies.index, binding.dims, wanted))
+    if not allowed.all():
+        key = ("only", draft.strategies.index, binding.dims, pin.layout, pin.open_dims, pin.computed)
+        draft.strategies = b.some(draft.strategies, allowed, key)
 
 
 def _impossible(b: Builder, op: Op, value: int, layouts: list[Layout]) -> PinError:

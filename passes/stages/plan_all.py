@@ -23,6 +23,7 @@ from autopar.errors import PinError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.layout import Layout
+from autopar.ir.train_state import match_state
 from autopar.passes.memory.search_state import Acceptance
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.op_groups import constraints, pin_keys
@@ -248,9 +249,11 @@ class _Planner:
         mesh, split = self.meshes[graph.stage], self.stages.split
         position = {v: i for i, v in enumerate(graph.graph.inputs)}
         result_position = {v: i for i, v in graph.sent.items()}
-        pinned_arguments = self._resolved(graph.stage).arguments
+        resolved = self._resolved(graph.stage)
+        pinned_arguments = resolved.arguments
         inputs = split.graph.inputs
         self._check_stored(graph)
+        self._check_results(resolved)
         layouts = {v: layout for i, layout in pinned_arguments.items() if (v := inputs[i]) in graph.arguments}
         arguments = {position[graph.arguments[v]]: layout for v, layout in layouts.items()}
         read_whole = [v for v in graph.arguments if v in split.batch]
@@ -272,6 +275,22 @@ class _Planner:
         """The pins of arguments and results that hold in a stage."""
         batch, types, graph, mesh = self.options.batch, self.types, self.stages.split.graph, self.meshes[stage]
         return constraints.resolve(self._pins[0], graph, mesh, types.specs, types.axes, batch, stage, len(self.meshes))
+
+    def _check_results(self, resolved: constraints.Pinned) -> None:
+        """PinError for a pin of a result that a pipeline returns in another layout."""
+        graph = self.stages.split.graph
+        state = match_state(graph)
+        for i, layout in resolved.results.items():
+            path = graph.output_paths[i]
+            if i in state:
+                argument = graph.input_paths[state[i]]
+                raise PinError(
+                    f"pin 'out:{i}': a pipeline returns '{path}' as it stores '{argument}'; pin that instead"
+                )
+            if any(dim >= 0 for dim in layout):
+                raise PinError(
+                    f"pin 'out:{i}': a pipeline returns '{path}', which is no state, whole; the nearest: P()"
+                )
 
     def _pinned_values(self, graph: StageGraph) -> Mapping[int, constraints.PinnedValue]:
         """Values of a stage's graph whose layouts the user has fixed."""

@@ -414,7 +414,7 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "pins by number",
         lambda: planned(pins={0: P("x")}),
         PinError,
-        r"pins=\{0: .* must be a dict from path globs, 'arg:i' or 'out:i' to PartitionSpecs",
+        r"pins=\{0: .* must be a dict from path globs, roles, source lines, 'arg:i' or 'out:i' to .*",
     ),
     (
         "pin of an argument that is not there",

@@ -276,6 +276,8 @@ class _Source:
             collectives = tuple(c for c, _ in self.plan.sent() if c.op in sites)
             shape = self.graph.types[members[0][1]].shape
             why = [reasons.results(ops, layout, shape)]
+            if pin := self.origin.pinned_value(members[0][1]) if self.origin is not None else "":
+                why.append(f"fixed by {pin}")
             count = f" x{len(members)}" if len(members) > 1 else ""
             values = [v for _, v in members]
             prices = None if self.origin is None else self.origin.price_values(values, exact=self.exact)

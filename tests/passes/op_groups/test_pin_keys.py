@@ -112,9 +112,16 @@ def test_roles_are_planned():
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P(None, "model"), P("model"), P()])
 def test_activations_have_the_layout_of_their_pin(spec):
-    wanted = {P("data", "model"): (0, 1), P(None, "model"): (-1, 1), P("model"): (-1, 0), P(): (-1, -1)}
+    wanted: dict[P, tuple[int, ...]] = {
+        P("data", "model"): (0, 1),
+        P(None, "model"): (-1, 1),
+        P("model"): (-1, 0),
+        P(): (-1, -1),
+    }
     for key in (f"activations at {HIDDEN}", HIDDEN):
-        assert layouts_at(planned({key: spec}), HIDDEN) == {wanted[spec]}
+        plan = planned({key: spec})
+        assert layouts_at(plan, HIDDEN) == {wanted[spec]}
+    assert f"fixed by the pin '{HIDDEN}'" in str(plan.explain(HIDDEN))
 
 
 def test_two_lines_of_one_residual_stream_may_differ():
@@ -176,6 +183,10 @@ def test_a_later_pin_overrides_one_that_does_not_fit():
     [
         ({"stage 1: params/w1": P()}, "stage 1 does not read 'state/params/w1', which is stored by stage 0"),
         ({"stage 2: params/w1": P()}, "the plan has 2 stages, 0 to 1"),
+        (
+            {"out:9": P("model")},
+            "pin 'out:9': a pipeline returns '0/params/w2' as it stores 'state/params/w2'; pin that",
+        ),
     ],
 )
 def test_a_stage_without_the_argument(pins, message):
