@@ -47,6 +47,9 @@ _HOMES = {
     "DifferenceError": "autopar.errors",
 }
 
+#: public modules
+_MODULES = ("pins",)
+
 __all__ = [
     "AutoparError",
     "AutoparWarning",
@@ -59,12 +62,14 @@ __all__ = [
     "check",
     "gather",
     "parallelize",
+    "pins",
     "plan",
     "register_rule",
     "verify",
 ]
 
 if TYPE_CHECKING:
+    from autopar import pins
     from autopar.api import check, gather, parallelize, plan
     from autopar.errors import (
         ArgumentError as ArgumentError,
@@ -95,6 +100,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"autopar.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -28,6 +28,7 @@ from autopar.compile.call import warn
 from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays
+from autopar.ir.layout import longest_dividing
 from autopar.ir.trace import is_tracing
 from autopar.options import Options, Settings, name_of, settings, with_options, written
 from autopar.plans.plan import Plan
@@ -63,7 +64,10 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             None: nine tenths of the memory of a device; if no plan fits, the plan that exceeds it least is used, with a
             warning.
         pins: `{key: PartitionSpec}` (or `NamedSharding` for its spec), layouts that every plan keeps. Keys are globs of
-            paths of argument leaves, or "arg:i", "out:i", where i counts the array leaves of all arguments or results.
+            paths of argument leaves; "arg:i", "out:i", where i counts the array leaves of all arguments or results; the
+            roles "params", "opt" and "batch"; "activations at model.py:30" or "products at model.py:30", what the
+            forward pass computes at a source line; "stage 1: params/*", one of these in one stage. A later pin
+            overrides an earlier one. `autopar.pins` has strategies by name.
         solver: "auto": bounds and variable elimination, then the ILP with HiGHS for what these leave open. "cbc" and
             "highs": always the ILP, with this solver.
         time_limit: seconds for planning, all candidate meshes, recomputation and offloading included. After it the
@@ -103,7 +107,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
 
     Raises:
         ArgumentError: `fn` is no function, or an option is unknown or has an invalid value.
-        PinError: `pins` is no mapping from text.
+        PinError: `pins` is no mapping from text. The first call raises it for a pin that names nothing or does not fit.
         ScheduleError: the schedule is unknown, or does not fit `stages`.
         PlanMismatchError: the file named by `plan` contains no valid plan.
     """
@@ -460,7 +464,7 @@ def _reached(arg: Any, whole: NamedSharding) -> Any:
 
 def _spread(shape: Sequence[int], devices: int) -> PartitionSpec:
     """The first longest dimension that divides, cut over all devices; replicated if none does."""
-    best = max((d for d, n in enumerate(shape) if n % devices == 0), key=lambda d: (shape[d], -d), default=None)
+    best = longest_dividing(shape, devices)
     if best is None or math.prod(shape) == 0:
         return PartitionSpec()
     return PartitionSpec(*[None] * best, "devices")

@@ -128,7 +128,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | Pin
         ArgumentError,
     ),
     "pins": (
-        "a dict from path globs, 'arg:i' or 'out:i' to PartitionSpecs",
+        "a dict from path globs, roles, source lines, 'arg:i' or 'out:i' to PartitionSpecs",
         lambda value: value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
         PinError,
     ),

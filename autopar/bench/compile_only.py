@@ -34,6 +34,7 @@ from autopar import api, zoo
 from autopar.bench import worker
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, Cluster
+from autopar.ir.layout import longest_dividing
 from autopar.ir.trace import trace
 from autopar.verification import verify as verification
 from autopar.zoo.table import FAMILIES
@@ -79,7 +80,7 @@ def _paths(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
 def _cut(shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]) -> PartitionSpec:
     """The longest dimension that divides, cut over these axes; replicated if none does."""
     parts = math.prod(mesh[a] for a in axes)
-    best = max((d for d, n in enumerate(shape) if n % parts == 0), key=lambda d: (shape[d], -d), default=None)
+    best = longest_dividing(shape, parts)
     return PartitionSpec() if best is None else PartitionSpec(*[None] * best, tuple(axes))
 
 

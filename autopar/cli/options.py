@@ -45,6 +45,14 @@ Stages = Annotated[str, typer.Option(help="parts of the model, side by side on s
 ScheduleName = Annotated[str, typer.Option("--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...")]
 PerMicrobatch = Annotated[str | None, typer.Option(help="globs of what microbatches may compute each for itself")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan; default: plan afresh")]
+PinTexts = Annotated[
+    list[str] | None,
+    typer.Option("--pin", help="a pin, as in 'params/*/wq=x,None', 'batch=x+y' or 'model.py:30=x'; may be repeated"),
+]
+StrategyTexts = Annotated[
+    list[str] | None,
+    typer.Option("--pins", help="a strategy and its axis: data_parallel:x, zero1:x, fsdp:x, megatron:y; repeatable"),
+]
 CorpusModule = Annotated[
     str | None, typer.Option("--corpus", help="module with PROGRAMS; default: tests.corpus.table of this checkout")
 ]
@@ -114,6 +122,41 @@ def in_stages(stages: str, schedule: str, num_microbatches: int | None) -> dict[
     """Options of `autopar.plan` that concern stages."""
     count = int(stages) if stages.isdecimal() else stages
     return {"stages": count, "schedule": schedule, "num_microbatches": num_microbatches or "auto"}
+
+
+def pins_of(pins: Sequence[str] | None, strategies: Sequence[str] | None) -> dict[str, Any]:
+    """The option `pins` from the texts of --pin and --pins. ArgumentError for a text that is none."""
+    return {**dict(map(_strategy, strategies or ())), **dict(map(_pin, pins or ()))}
+
+
+def _strategy(text: str) -> tuple[str, Any]:
+    """ "fsdp:x+y" -> a strategy over two axes."""
+    from jax.sharding import PartitionSpec
+
+    from autopar.passes.strategies import STRATEGIES
+
+    name, separator, axes = (part.strip() for part in text.partition(":"))
+    if name not in STRATEGIES or not separator or not axes:
+        raise ArgumentError(
+            f"--pins {text!r}: give a strategy and its axis, as in fsdp:x. Known: {', '.join(STRATEGIES)}"
+        )
+    return name, PartitionSpec(_axes(axes))
+
+
+def _pin(text: str) -> tuple[str, Any]:
+    """ "params/*/wq=x+y,None" -> a pin of dimension 0 over two axes."""
+    from jax.sharding import PartitionSpec
+
+    name, separator, value = (part.strip() for part in text.rpartition("="))
+    if not separator or not name:
+        raise ArgumentError(f"--pin {text!r}: give a name and a value, such as 'params/*/wq=x,None'")
+    entries = [part.strip() for part in value.split(",")] if value else []
+    return name, PartitionSpec(*(None if part in ("None", "-", "") else _axes(part) for part in entries))
+
+
+def _axes(text: str) -> str | tuple[str, ...]:
+    axes = tuple(part.strip() for part in text.split("+"))
+    return axes[0] if len(axes) == 1 else axes
 
 
 def cache(use: bool) -> contextlib.AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.options import Json, report, say, sizes
+from autopar.cli.options import Json, PinTexts, StrategyTexts, pins_of, report, say, sizes
 from autopar.cli.step import Step, with_step
 from autopar.errors import ArgumentError
 
@@ -50,12 +50,13 @@ def what_if(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="an option that changes, as in memory_budget=40GiB")
     ] = None,
-    pins: Annotated[list[str] | None, typer.Option("--pin", help="a pin, as in 'params/*/wq=x,None'")] = None,
+    pins: PinTexts = None,
+    strategies: StrategyTexts = None,
     output: Annotated[Path | None, typer.Option(help="save the plan under the changes as JSON")] = None,
     as_json: Json = False,
 ) -> None:
     """Plan TARGET under other options as well, and show both plans side by side."""
-    changed = _changes(changes or (), pins or (), step.hosts)
+    changed = _changes(changes or (), pins_of(pins, strategies), step.hosts)
     plan: Any = step.plan_with_step()
     with step.remembered():
         compared = plan.what_if(**changed)
@@ -86,7 +87,7 @@ def report_page(
     say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
 
 
-def _changes(changes: Sequence[str], pins: Sequence[str], hosts: int | None) -> dict[str, Any]:
+def _changes(changes: Sequence[str], pins: Mapping[str, Any], hosts: int | None) -> dict[str, Any]:
     """Options of `Plan.what_if`. ArgumentError for a text that is no option."""
     changed = dict(_split(text, "--set", "memory_budget=40GiB") for text in changes)
     unknown = [name for name in changed if name not in _VALUES]
@@ -98,27 +99,17 @@ def _changes(changes: Sequence[str], pins: Sequence[str], hosts: int | None) -> 
 
         values["cluster"] = targets.cluster(values["cluster"], hosts, values.get("mesh"))
     if pins:
-        values["pins"] = dict(_pin(text) for text in pins)
+        values["pins"] = pins
     if not values:
-        raise ArgumentError("give what changes: --set memory_budget=40GiB, or --pin 'params/*/wq=x,None'")
+        raise ArgumentError("give what changes: --set memory_budget=40GiB, --pin 'params/*/wq=x,None' or --pins fsdp:x")
     return values
 
 
 def _split(text: str, option: str, example: str) -> tuple[str, str]:
-    name, separator, value = text.rpartition("=") if option == "--pin" else text.partition("=")
+    name, separator, value = text.partition("=")
     if not separator or not name:
         raise ArgumentError(f"{option} {text!r}: give a name and a value, such as {example}")
     return name.strip(), value.strip()
-
-
-def _pin(text: str) -> tuple[str, Any]:
-    """ "params/*/wq=x+y,None" -> a pin of dimension 0 over two axes."""
-    from jax.sharding import PartitionSpec
-
-    name, value = _split(text, "--pin", "'params/*/wq=x,None'")
-    entries = [part.strip() for part in value.split(",")] if value else []
-    dims = [None if part in ("None", "-", "") else tuple(part.split("+")) for part in entries]
-    return name, PartitionSpec(*(dim[0] if dim is not None and len(dim) == 1 else dim for dim in dims))
 
 
 def _count_or_word(text: str) -> Any:

@@ -24,15 +24,18 @@ from autopar.cli.options import (
     MeshSizes,
     Microbatches,
     NoCache,
+    PinTexts,
     PlanFile,
     Remat,
     ScheduleName,
     Seq,
     Stages,
+    StrategyTexts,
     TargetOrPlan,
     cache,
     in_stages,
     options,
+    pins_of,
 )
 from autopar.errors import ArgumentError
 
@@ -57,6 +60,8 @@ class Step:
     stages: Stages = "auto"
     schedule: ScheduleName = "auto"
     plan_file: PlanFile = None
+    pins: PinTexts = None
+    strategies: StrategyTexts = None
     no_cache: NoCache = False
 
     @property
@@ -73,13 +78,13 @@ class Step:
         if self.is_file:
             return Plan.load(self.target)
         fn, args = targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
-        asked: dict[str, Any] = {}
+        asked: dict[str, Any] = {"pins": pins_of(self.pins, self.strategies)}
         asked |= options(self.mesh, self.cluster, self.hosts, "auto", self.memory_budget)
         with cache(not self.no_cache):
             if self.plan_file is None:
                 asked |= {**in_stages(self.stages, self.schedule, self.num_microbatches), "remat": self.remat}
                 return api.plan(fn, *args, **asked)
-            kept = {name: asked[name] for name in ("mesh", "cluster", "memory_budget") if name in asked}
+            kept = {name: asked[name] for name in ("mesh", "cluster", "memory_budget", "pins") if name in asked}
             return api.plan(fn, *args, plan=self.plan_file, **kept)
 
     def plan_with_step(self) -> Plan:
@@ -96,7 +101,10 @@ class Step:
 
 
 def with_step(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the arguments and options of `Step` in place of its parameter `step`."""
+    """The command with the arguments and options of `Step` in place of its parameter `step`.
+
+    An option of the command's own with the name of a field of `Step` is not given to the step.
+    """
     own = inspect.signature(command).parameters
     hints: Mapping[str, Any] = {
         **get_type_hints(Step, include_extras=True), **get_type_hints(command, include_extras=True)
@@ -106,12 +114,12 @@ def with_step(command: Callable[..., None]) -> Callable[..., None]:
     rest = [
         _parameter(f.name, hints[f.name], inspect.Parameter.empty if f.default is MISSING else f.default)
         for f in fields(Step)
-        if f.name != "target"
+        if f.name != "target" and f.name not in own
     ]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        step = Step(**{f.name: given.pop(f.name) for f in fields(Step)})
+        step = Step(**{f.name: given.pop(f.name) for f in fields(Step) if f.name not in own})
         command(step=step, **given)
 
     parameters = [*first, *mine, *rest]

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from autopar import argnums, jax_compat
-from autopar.compile.call import Call, warn
+from autopar.compile.call import Call, ordinary_pins, warn
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
@@ -65,6 +65,7 @@ def _planned(call: Call, s: Settings) -> PlannedStep:
     """The planned step of a traced call."""
     name, traced = name_of(call.fn), call.traced
     with jax_compat.automatic_axes():
+        s = ordinary_pins(traced, call.args, s)
         if s.plan is not None:
             given_plan = argnums.donating_no_more(s.plan, call.args, s)
             return load(name, traced, given_plan, s.mesh, s.cluster, local=call.local)
@@ -89,7 +90,8 @@ def _with_origin(step: PlannedStep, call: Call, s: Settings) -> PlannedStep:
             again = replace(structure, report=report)
             return _with_origin(_planned(again, changed), again, changed).plan
 
-    return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan)))
+    batch, pins = argnums.named_batch(call.args, s), ordinary_pins(call.traced, call.args, s).pins
+    return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, pins, batch)))
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from autopar import argnums, jax_compat
-from autopar.errors import ArgumentError, AutoparWarning
+from autopar.errors import ArgumentError, AutoparWarning, PinError
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.options import Settings
+from autopar.passes import strategies
 from autopar.passes.remat import choose_offload
 from autopar.progress import Progress
+from autopar.rules import rules_of
+from autopar.rules.registry import registered_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,27 @@ def wanted_mesh(traced: Traced, s: Settings) -> Any:
     """The mesh to plan for: the given one, or an Explicit one if the step constrains shardings; None: search."""
     constrained = traced.pins or any(op.name == "sharding_constraint" for op in traced.graph.walk())
     return traced.mesh if s.mesh is None and constrained else s.mesh
+
+
+def ordinary_pins(traced: Traced, args: Sequence[Any], s: Settings) -> Settings:
+    """The settings, with strategies among the pins expanded for the mesh that they ask for.
+
+    Raises:
+        PinError: a strategy is pinned and no mesh is given, or it fits neither the mesh nor the step.
+    """
+    named = [key for key in s.pins or {} if strategies.names_strategy(key, traced.graph)]
+    if not s.pins or not named:
+        return s
+    wanted = s.plan.mesh if s.plan is not None and s.mesh is None else wanted_mesh(traced, s)
+    if wanted is None:
+        axis = strategies.axes_of(named[0], s.pins[named[0]])[0]
+        raise PinError(
+            f"pin '{named[0]}' needs the size of mesh axis '{axis}', and no mesh is given; "
+            f"mesh={{'{axis}': 8}}, for example"
+        )
+    mesh = meshes.targets(wanted, s.cluster, local=False)[0].logical
+    rules = partial(rules_of, traced.graph, registered_rules())
+    return replace(s, pins=strategies.expand(s.pins, traced.graph, mesh, rules, argnums.named_batch(args, s)))
 
 
 def warn(message: str) -> None:

@@ -70,6 +70,7 @@ class OneMeshPlanner:
             time_limit=s.time_limit or default_time_limit(self._traced.graph),
             gap=s.gap,
             pins=s.pins,
+            batch=argnums.named_batch(call.args, s),
             donate=argnums.donated(call.traced, call.args, s),
             rules=self._rules,
             memory_budget=s.memory_budget,

@@ -99,7 +99,7 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
     """The plan of the best pipeline, or on one mesh where that is no slower; from the cache if it is there."""
     cluster = s.cluster or Cluster.local()
     begin = time.perf_counter()
-    options = stage_options(s, s.time_limit or SEARCHED_STAGES.stage_solver_seconds)
+    options = stage_options(call, s, s.time_limit or SEARCHED_STAGES.stage_solver_seconds)
     cache_key = None
     if plan_cache.folder() is not None:
         whole = cluster.logical_mesh((cluster.num_devices,))

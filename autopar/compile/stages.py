@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar import argnums
 from autopar.compile.call import Call, default_time_limit, donated_leaves
 from autopar.explain.surroundings import described
 from autopar.hardware.meshes import Target
@@ -23,9 +24,16 @@ def pipeline_options(s: Settings) -> PipelineOptions:
     return PipelineOptions(s.stages, s.schedule, s.num_microbatches, s.per_microbatch, s.remat, s.memory_budget)
 
 
-def stage_options(s: Settings, time_limit: float) -> Options:
+def stage_options(call: Call, s: Settings, time_limit: float) -> Options:
     """The solver options for the layouts of stages; `time_limit`: seconds for one stage."""
-    return Options(solver=s.solver, time_limit=time_limit, gap=s.gap, pins=s.pins, rules=registered_rules())
+    return Options(
+        solver=s.solver,
+        time_limit=time_limit,
+        gap=s.gap,
+        pins=s.pins,
+        batch=argnums.named_batch(call.args, s),
+        rules=registered_rules(),
+    )
 
 
 def plan_stages(
@@ -37,7 +45,7 @@ def plan_stages(
     traced = call.traced
     run, rules = replace(traced, graph=pipeline.layers.graph), registered_rules()
     time_limit = s.time_limit or default_time_limit(traced.graph)
-    options = stage_options(s, time_limit / len(pipeline.stages.stages))
+    options = stage_options(call, s, time_limit / len(pipeline.stages.stages))
     layouts = pipelines.plan_layouts(run, pipeline, options)
     plan = pipeline_plan.make_plan(traced.graph, pipeline, layouts, target, donated_leaves(call, s), 0.0)
     plan = replace(plan, phases={**phases, "stages": phases.get("stages", 0.0) + time.perf_counter() - begin})

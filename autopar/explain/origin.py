@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.explain.problems import Subject, of_stage, whole_step
@@ -17,7 +19,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.options import Settings, settings
 from autopar.passes.mesh_search.planner import collector_paused
-from autopar.passes.op_groups.constraints import matches
+from autopar.passes.op_groups.constraints import Pins, last_pins
+from autopar.passes.op_groups.pin_keys import Pinnable
 from autopar.plans.origin import Alternative, Prices
 from autopar.plans.plan import Plan
 from autopar.runtime.planned_step import PlannedStep
@@ -34,12 +37,17 @@ class StepOrigin:
         step: the planned step.
         settings: the options that it was planned with.
         replan: plans the same step with other options.
+        pins: those of the options, with strategies expanded.
+        batch: positions of the argument leaves that hold the batch, if the user names them.
     """
 
     step: PlannedStep
     settings: Settings
     replan: Callable[[Settings], Plan]
+    pins: Pins | None = None
+    batch: tuple[int, ...] | None = None
     _subjects: dict[int, Subject] = field(default_factory=dict)
+    _last_pins: dict[int, Mapping[Pinnable, tuple[str, PartitionSpec]]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph | None:
@@ -93,7 +101,7 @@ class StepOrigin:
             )
         if number not in self._subjects:
             if number < 0:
-                self._subjects[number] = whole_step(self.step, self.settings)
+                self._subjects[number] = whole_step(self.step, replace(self.settings, pins=self.pins), self.batch)
             else:
                 fixed = [i for i in self.step.plan.stages[number].arguments if self.pinned(i)]
                 self._subjects[number] = of_stage(self.step, self.settings, number, fixed)
@@ -103,9 +111,21 @@ class StepOrigin:
         """See `autopar.plans.origin.Origin`."""
         if position in self.step.traced.pins:
             return "the type of the argument, on an Explicit mesh"
-        pins, graph = self.settings.pins or {}, self.step.traced.graph
-        matching = [pattern for pattern in pins if ("arg", position) in matches(pattern, graph)]
-        return f"the pin '{matching[-1]}'" if matching else ""  # a later pin overrides an earlier one
+        stages = self.step.plan.stages
+        stage = next((n for n, stage in enumerate(stages) if position in stage.arguments), 0)
+        return self._pin_of(Pinnable("arg", position), stage)
+
+    def pinned_value(self, value: int) -> str:
+        """See `autopar.plans.origin.Origin`."""
+        return self._pin_of(Pinnable("value", value), 0)
+
+    def _pin_of(self, of: Pinnable, stage: int) -> str:
+        """The pin that holds for a leaf or a value in a stage, in words; "" if there is none."""
+        if stage not in self._last_pins:
+            graph, stages = self.step.traced.graph, len(self.step.plan.stages)
+            self._last_pins[stage] = last_pins(self.pins, graph, self.batch, stage, stages)
+        pin = self._last_pins[stage].get(of)
+        return "" if pin is None else f"the pin '{pin[0]}'"
 
     def replanned(self, changes: Mapping[str, Any]) -> Plan:
         """See `autopar.plans.origin.Origin`.

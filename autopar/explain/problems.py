@@ -89,10 +89,10 @@ def _limit(step: PlannedStep, settings: Settings) -> float:
     return math.inf if isinstance(limit, str) else max(limit, step.plan.peak_memory_bytes)
 
 
-def whole_step(step: PlannedStep, settings: Settings) -> Subject:
-    """The problem of a step on one mesh."""
+def whole_step(step: PlannedStep, settings: Settings, batch: tuple[int, ...] | None) -> Subject:
+    """The problem of a step on one mesh; `batch`: argument leaves that hold the batch, if the user names them."""
     plan, graph, mesh = step.plan, step.traced.graph, step.target.logical
-    model = make_model(step.traced, mesh, Options(pins=settings.pins, rules=step.registered))
+    model = make_model(step.traced, mesh, Options(pins=settings.pins, batch=batch, rules=step.registered))
     model = offload.priced(model, graph, mesh, plan.offloaded)
     backend = backend_of(mesh.device)
     backend = replace(backend, keeps_barriers=True) if plan.remat else backend

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, combinations, count, groupby, pairwise, product
@@ -101,6 +101,12 @@ def from_spec(partition: Iterable[Any], names: Sequence[str]) -> Layout:
         for name in entry if isinstance(entry, tuple) else (entry,) if entry is not None else ():
             layout[position[name]] = dim
     return tuple(layout)
+
+
+def longest_dividing(shape: Sequence[int], parts: int, but: Collection[int] = ()) -> int | None:
+    """The first longest dimension that falls into so many equal parts, `but` these; None if none does."""
+    dims = (d for d, extent in enumerate(shape) if extent and extent % parts == 0 and d not in but)
+    return max(dims, key=lambda d: (shape[d], -d), default=None)
 
 
 def cuts(layout: Layout, sizes: Sequence[int]) -> Mapping[int, int]:

@@ -4,7 +4,7 @@ Each mesh axis shards at most one factor of each product (a dot or a convolution
 which form of parallelism that is:
 
     factor                                                  form              source
-    comes from the batch                                    data              -> _batch_dimensions
+    comes from the batch                                    data              -> batch_dimensions
     a free dimension of the weight                          columns           tensor parallel, Megatron [1], 3
     contracted, with a weight                               rows              tensor parallel, Megatron [1], 3
     the same, the result reduce-scattered along another     scattered rows    sequence parallel, Megatron [3], 4.2
@@ -24,16 +24,15 @@ GSPMD.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.flops import work
-from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
 from autopar.ir.op_sets import PRODUCTS
 from autopar.passes.microbatch.analysis import infer_batch
+from autopar.passes.microbatch.batch_dimensions import propagated
 from autopar.passes.microbatch.states import Split, State
 from autopar.passes.stages.plan import StagePlan
 from autopar.passes.stages.plan_all import PlannedStage, StagePlans
@@ -100,7 +99,7 @@ def _products(
 
     `batch`: values that come from the batch -> their dimensions that do.
     """
-    products = _Products(stage, rules, _batch_dimensions(graph, rules, batch))
+    products = _Products(stage, rules, propagated(graph, rules, batch))
     totals: dict[str, dict[str, float]] = {axis: {} for axis, size in stage.submesh.items() if size > 1}
     flops = 0.0
     for op in ops:
@@ -186,64 +185,3 @@ class _Products:
 
 def _value(atom: Atom) -> int:
     return atom if isinstance(atom, int) else -1
-
-
-def _batch_dimensions(
-    graph: Graph, rules: Mapping[int, Rule], batch: Mapping[int, frozenset[int]]
-) -> Mapping[int, frozenset[int]]:
-    """Value that depends on the batch -> its dimensions that come from the dimensions of the batch."""
-    batch_dims = dict(batch)
-    _propagate(graph, graph.ops, rules, batch_dims)
-    return batch_dims
-
-
-def _propagate(
-    graph: Graph, ops: Sequence[Op], rules: Mapping[int, Rule], batch_dims: dict[int, frozenset[int]]
-) -> None:
-    for op in ops:
-        if op.regions:
-            _propagate_body(graph, op, rules, batch_dims)
-        elif op.phase == "forward" and any(_value(atom) in batch_dims for atom in op.inputs):
-            for v, dims in zip(op.outputs, _results(graph, op, rules[op.signature], batch_dims), strict=True):
-                batch_dims[v] = dims
-
-
-def _results(graph: Graph, op: Op, rule: Rule, batch_dims: Mapping[int, frozenset[int]]) -> Iterator[frozenset[int]]:
-    """The dimensions of each result that come from the batch."""
-    if op.name == "reshape":
-        (value,) = (_value(atom) for atom in op.inputs[:1])
-        yield _reshaped(graph.types[value].shape, graph.types[op.outputs[0]].shape, batch_dims[value])
-        return
-    factors = {
-        dims[d] for atom, dims in zip(op.inputs, rule.operands, strict=True) for d in batch_dims.get(_value(atom), ())
-    }
-    yield from (frozenset(d for d, factor in enumerate(dims) if factor in factors) for dims in rule.results)
-
-
-def _reshaped(source: Sequence[int], target: Sequence[int], dims: frozenset[int]) -> frozenset[int]:
-    """Dimensions of the reshaped array whose strides are within those of the given dimensions."""
-
-    def spans(shape: Sequence[int]) -> list[tuple[int, int]]:
-        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        return [(stride, stride * extent) for stride, extent in zip(strides, shape, strict=True)]
-
-    sources = [span for d, span in enumerate(spans(source)) if d in dims]
-    return frozenset(d for d, (low, high) in enumerate(spans(target)) if any(low < b and a < high for a, b in sources))
-
-
-def _propagate_body(graph: Graph, op: Op, rules: Mapping[int, Rule], batch_dims: dict[int, frozenset[int]]) -> None:
-    """Through the regions of an operation; those of loops twice, as carries may depend on the batch after a run."""
-    carries = num_carries(op)
-    for _ in range(2 if carries else 1):
-        for entry in entries(op):
-            if (dims := batch_dims.get(_value(entry.operand))) is not None:
-                batch_dims[entry.value] = frozenset(d - 1 for d in dims if d) if entry.kind == "slice" else dims
-        for region in op.regions:
-            _propagate(graph, region.ops, rules, batch_dims)
-        body = op.regions[-1]
-        carried = [entry.value for entry in entries(op) if entry.region is body and entry.kind == "carry"]
-        for k, (v, atom) in enumerate(zip(op.outputs, body.outputs, strict=False)):
-            if (dims := batch_dims.get(_value(atom))) is not None:
-                stacked = graph.types[v].rank - graph.type_of(atom).rank
-                batch_dims[v] = frozenset(d + stacked for d in dims)
-                batch_dims.update({carried[k]: dims} if k < carries else {})

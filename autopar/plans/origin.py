@@ -84,6 +84,10 @@ class Origin(Protocol):
         """What fixes the layout of an argument leaf, in words; "" if it is free."""
         ...
 
+    def pinned_value(self, value: int) -> str:
+        """What fixes the layout of a value of `graph`, in words; "" if it is free."""
+        ...
+
     def replanned(self, changes: Mapping[str, Any]) -> Any:
         """The best plan under other options, those of `autopar.parallelize`; pins are added to those there are."""
         ...

@@ -67,9 +67,9 @@ def _model(
 ) -> tuple[Model, Pinned]:
     """The problem and the resolved pins. Raises PinError."""
     axes = None if traced.mesh is None else dict(traced.mesh.shape)
-    pinned = resolve(options.pins, traced.graph, mesh, traced.pins, axes)
+    pinned = resolve(options.pins, traced.graph, mesh, traced.pins, axes, options.batch)
     clock.lap("rules")
-    grouping = op_groups.group(traced.graph, rules, mesh, pinned.arguments, pinned.results)
+    grouping = op_groups.group(traced.graph, rules, mesh, pinned.arguments, pinned.results, pinned_values=pinned.values)
     model = intra_op.build(traced.graph, grouping, mesh)
     clock.lap("graph")
     return model, pinned

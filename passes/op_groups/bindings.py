@@ -13,6 +13,7 @@ from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Graph, Op
 from autopar.ir.layout import Layout
+from autopar.passes.op_groups.constraints import PinnedValue
 from autopar.passes.op_groups.strategies import MOST_PADDING, layouts_of
 from autopar.passes.op_groups.unreduced import Deferral
 from autopar.rules import Rule
@@ -56,6 +57,7 @@ class Builder:
         repeats: executions per step of the top-level operation that is being visited.
         pace: index of a visited operation -> executions per step of its top-level operation.
         followed: cache of `merge._followed`.
+        pinned_values: values inside the program that have one layout only.
     """
 
     graph: Graph
@@ -76,6 +78,7 @@ class Builder:
     pace: dict[int, float] = field(default_factory=dict)
     charges: list[Charge] = field(default_factory=list)
     followed: dict[tuple[int, int, tuple[int, ...]], Followed] = field(default_factory=dict)
+    pinned_values: Mapping[int, PinnedValue] = field(default_factory=dict[int, PinnedValue])
 
     def new(self, name: str, strategies: StrategySet, weight: float, op: int, value: int) -> int:
         """Add a group. Returns its index."""

@@ -44,7 +44,8 @@ from autopar.ir.op_sets import ALL_PRODUCTS, PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import Builder, Followed, Kind, alias, use
-from autopar.passes.op_groups.constraints import constraint
+from autopar.passes.op_groups.constraints import PinnedValue, constraint
+from autopar.passes.op_groups.pinned import check_bound, has_layout, restrict
 from autopar.passes.op_groups.regions import REGIONS
 from autopar.passes.op_groups.strategies import MOST_PADDING, Work, strategies_of, sum_strategies
 from autopar.rules import SHARD_MAPPED, Rule
@@ -84,6 +85,7 @@ def group(
     received: Collection[int] = (),
     surroundings: Surroundings | None = None,
     even: Collection[int] = (),
+    pinned_values: Mapping[int, PinnedValue] | None = None,
 ) -> Grouping:
     """Groups, bindings and uses of a program.
 
@@ -96,11 +98,13 @@ def group(
         received: positions of the pinned arguments that are received from elsewhere; their sharding is not propagated.
         surroundings: of a part of a program that is only bounded from below.
         even: values that must be divided evenly, since arrays between programs are.
+        pinned_values: value inside the program -> its only layout.
 
     Raises:
-        PinError: a `with_sharding_constraint` is not valid for its value or the mesh.
+        PinError: a `with_sharding_constraint` is not valid for its value or the mesh; or no strategy of an operation
+            has the layout to which its result is pinned.
     """
-    b = Builder(graph, rules, mesh, unreduced.find(graph), overlap.find(graph))
+    b = Builder(graph, rules, mesh, unreduced.find(graph), overlap.find(graph), pinned_values=pinned_values or {})
     often = graph.repeats or Repeats({}, {}, {})
     for position, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
         shape = graph.types[value].shape
@@ -122,6 +126,7 @@ def group(
     for op in graph.ops:
         b.repeats = float(often.ops.get(op.index, 1))
         _visit(b, (op,), b.repeats)
+    check_bound(b)
     _leave(b, pinned_results or {}, often.results, surroundings.leaving if surroundings else ())
     for value in sorted(even):
         if value in b.bindings:
@@ -198,16 +203,18 @@ def _leaf(b: Builder, op: Op, weight: float) -> None:
         return
     if op.name in _BORDERS:
         _BORDERS[op.name](b, op, weight)
+        restrict(b, op)
         return
     if kind.broadcast and _view_of_broadcast(b, op, kind):
         return
     leader = None if op.index in b.deferral.sums else _leader(b, op, kind)
-    if leader is not None and b.bindings[_value(op.inputs[leader])].group in b.not_propagated:
+    if leader is not None and _may_deviate(b, op, kind, leader):
         _own_strategies(b, op, kind, leader, weight)
     elif leader is not None:
         _follow(b, op, kind, leader, weight)
     elif not _view_of_unary(b, op, kind):
         _anchor(b, op, kind, weight)
+    restrict(b, op)
 
 
 def _pass_through(b: Builder, op: Op, weight: float) -> None:
@@ -280,13 +287,26 @@ def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tupl
     return dims
 
 
+def _may_deviate(b: Builder, op: Op, kind: Kind, leader: int) -> bool:
+    """Whether an operation must not inherit the sharding of its leading operand.
+
+    That of some arguments is not propagated, and a pinned result has one layout, which the operand need not have.
+    """
+    leading = b.bindings[_value(op.inputs[leader])]
+    if leading.group in b.not_propagated or not any(v in b.pinned_values for v in op.outputs):
+        return leading.group in b.not_propagated
+    _, results = _followed(b, op.signature, kind.rule, leader, leading.dims)
+    bound = (Binding(leading.group, v, dims) for v, dims in zip(op.outputs, results, strict=True))
+    return any(not has_layout(b, binding) for binding in bound)
+
+
 def _own_strategies(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
-    """Give an operation whose leading operand must not propagate its sharding a strategy variable of its own.
+    """Give an operation that must not inherit the sharding of its leading operand a strategy variable of its own.
 
     Its strategies are the layouts of the main result, uneven ones included if the argument does not divide.
     """
     rule, main = kind.rule, op.outputs[kind.main]
-    most = b.not_propagated[b.bindings[_value(op.inputs[leader])].group]
+    most = b.not_propagated.get(b.bindings[_value(op.inputs[leader])].group, 1.0)
     group = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape, most))
     position = {f: d for d, f in enumerate(rule.results[kind.main]) if rule.sizes[f] > 1}
     for value, dims in zip(op.outputs, rule.results, strict=True):

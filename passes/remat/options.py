@@ -12,9 +12,13 @@ from autopar.passes.remat import rewrite as remat
 
 @dataclass(frozen=True)
 class Options(memory_policy.SolverOptions):
-    """The options of the user that concern one mesh; see `autopar.parallelize`."""
+    """The options of the user that concern one mesh; see `autopar.parallelize`.
+
+    `batch`: positions of the argument leaves that hold the batch, if the user names them.
+    """
 
     pins: Pins | None = None
+    batch: tuple[int, ...] | None = None
     donate: tuple[int, ...] | str = "auto"
     rules: Mapping[str, str] | None = None
     memory_budget: float | str | None = None

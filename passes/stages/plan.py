@@ -33,6 +33,7 @@ from autopar.passes.memory.budget import Infeasible, optimize_within
 from autopar.passes.memory.penalised import penalised
 from autopar.passes.memory.search_state import NONE_ACCEPTED, Acceptance
 from autopar.passes.op_groups import merge as op_groups
+from autopar.passes.op_groups.constraints import PinnedValue
 from autopar.passes.remat.memory_policy import smallest
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Pruned, Solution, optimize
@@ -123,6 +124,7 @@ class StageProblem:
         rules: of the graph's operations.
         options: of planning; its pins, and its budget, are ignored.
         arguments, results: position -> the layout that an argument or a result of the graph must have.
+        values: value of the graph -> the layout that it must have.
         offloaded: positions of the arguments of the graph that are in host memory between steps.
     """
 
@@ -133,6 +135,7 @@ class StageProblem:
     arguments: Mapping[int, Layout] | None = None
     results: Mapping[int, Layout] | None = None
     offloaded: tuple[int, ...] = ()
+    values: Mapping[int, PinnedValue] | None = None
     solved: dict[MemoryLimit, Solution] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -140,7 +143,9 @@ class StageProblem:
         received = [position[v] for v in self.graph.received.values()]
         graph, mesh = self.graph.graph, self.mesh
         even = self.graph.exchanged
-        grouping = op_groups.group(graph, self.rules, mesh, self.arguments, self.results, received, even=even)
+        grouping = op_groups.group(
+            graph, self.rules, mesh, self.arguments, self.results, received, even=even, pinned_values=self.values
+        )
         self.model = offload.priced(intra_op.build(graph, grouping, mesh), graph, mesh, self.offloaded)
         backend = replace(backend_of(mesh.device), runs_eagerly=False)
         donated = sorted((graph.carried or {}).values())  # updates take over the state that they replace

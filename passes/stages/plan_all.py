@@ -19,12 +19,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from jax.sharding import PartitionSpec
 
 from autopar.cost_models.pipeline import Prices
+from autopar.errors import PinError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.layout import Layout
+from autopar.ir.train_state import match_state
 from autopar.passes.memory.search_state import Acceptance
 from autopar.passes.microbatch.loop import StepPrograms
-from autopar.passes.op_groups import constraints
+from autopar.passes.op_groups import constraints, pin_keys
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph
@@ -192,11 +194,13 @@ class _Planner:
         program = self.programs_of[form.key]
         graph, rules, mesh = renamed(program.graph, program.canonical_form, form), program.rules, self.meshes[number]
         arguments, results = self._pinned(graph, boundaries)
-        pins = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
+        values = self._pinned_values(graph)
+        pins = tuple(tuple(sorted(fixed.items())) for fixed in (arguments, results, values))
         offloaded = self._offloaded(graph)
         key = (program.hash, mesh, pins, offloaded)
         if key not in self.problems:
-            self.problems[key] = StageProblem(graph, mesh, rules, self.options, arguments, results, offloaded)
+            problem = StageProblem(graph, mesh, rules, self.options, arguments, results, offloaded, values)
+            self.problems[key] = problem
         problem = self.problems[key]
         solution = problem.within(limit, self._accepted(slowest)) if limit else problem.fastest
         plan = problem.plan(solution, graph)
@@ -245,9 +249,11 @@ class _Planner:
         mesh, split = self.meshes[graph.stage], self.stages.split
         position = {v: i for i, v in enumerate(graph.graph.inputs)}
         result_position = {v: i for i, v in graph.sent.items()}
-        types = self.types
-        pinned_arguments = constraints.resolve(self.options.pins, split.graph, mesh, types.specs, types.axes).arguments
+        resolved = self._resolved(graph.stage)
+        pinned_arguments = resolved.arguments
         inputs = split.graph.inputs
+        self._check_stored(graph)
+        self._check_results(resolved)
         layouts = {v: layout for i, layout in pinned_arguments.items() if (v := inputs[i]) in graph.arguments}
         arguments = {position[graph.arguments[v]]: layout for v, layout in layouts.items()}
         read_whole = [v for v in graph.arguments if v in split.batch]
@@ -255,6 +261,56 @@ class _Planner:
         received, sent = self.boundary_pins(graph.stage, boundaries)
         arguments.update((position[graph.received[v]], layout) for v, layout in received.items())
         return arguments, {result_position[v]: layout for v, layout in sent.items()}
+
+    @cached_property
+    def _pins(self) -> tuple[constraints.Pins, constraints.Pins]:
+        """The pins of arguments and results, and those of values inside the step."""
+        of_leaves, of_values = dict[str, PartitionSpec](), dict[str, PartitionSpec]()
+        for key, spec in (self.options.pins or {}).items():
+            named = pin_keys.matches(pin_keys.by_stage(key)[1], self.stages.split.graph, self.options.batch)
+            (of_values if any(of.kind == "value" for of in named) else of_leaves)[key] = spec
+        return of_leaves, of_values
+
+    def _resolved(self, stage: int) -> constraints.Pinned:
+        """The pins of arguments and results that hold in a stage."""
+        batch, types, graph, mesh = self.options.batch, self.types, self.stages.split.graph, self.meshes[stage]
+        return constraints.resolve(self._pins[0], graph, mesh, types.specs, types.axes, batch, stage, len(self.meshes))
+
+    def _check_results(self, resolved: constraints.Pinned) -> None:
+        """PinError for a pin of a result that a pipeline returns in another layout."""
+        graph = self.stages.split.graph
+        state = match_state(graph)
+        for i, layout in resolved.results.items():
+            path = graph.output_paths[i]
+            if i in state:
+                argument = graph.input_paths[state[i]]
+                raise PinError(
+                    f"pin 'out:{i}': a pipeline returns '{path}' as it stores '{argument}'; pin that instead"
+                )
+            if any(dim >= 0 for dim in layout):
+                raise PinError(
+                    f"pin 'out:{i}': a pipeline returns '{path}', which is no state, whole; the nearest: P()"
+                )
+
+    def _pinned_values(self, graph: StageGraph) -> Mapping[int, constraints.PinnedValue]:
+        """Values of a stage's graph whose layouts the user has fixed."""
+        stage, count = graph.stage, len(self.meshes)
+        of_values = self._pins[1].items()
+        here = {key: spec for key, spec in of_values if pin_keys.matches(pin_keys.by_stage(key)[1], graph.graph)}
+        return constraints.resolve(here, graph.graph, self.meshes[stage], stage=stage, stages=count).values
+
+    def _check_stored(self, graph: StageGraph) -> None:
+        """PinError for a pin of this stage alone, none of whose arguments the stage reads."""
+        split, owners = self.stages.split, self.stages.updates.owners
+        for key in self._pins[0]:
+            stage, name = pin_keys.by_stage(key)
+            named = pin_keys.matches(name, split.graph, self.options.batch) if stage == graph.stage else ()
+            values = [split.graph.inputs[of.number] for of in named if of.kind == "arg"]
+            if values and not any(v in graph.arguments for v in values):
+                stored = f"stored by stage {owners[values[0]]}" if values[0] in owners else "part of the batch"
+                raise PinError(
+                    f"pin '{key}': stage {stage} does not read '{split.graph.names[values[0]]}', which is {stored}"
+                )
 
 
 def _hash(graph: Graph) -> str:

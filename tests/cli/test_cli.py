@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 
@@ -267,6 +268,31 @@ def test_saved_plans_side_by_side(autopar, tmp_path):
     status, out, _ = autopar("explain", "mlp-toy", "*/w1", "--plan", after, "--mesh", "2,4")
     assert status == 0
     assert "(planned)" in out
+
+
+def test_pins_and_strategies(autopar):
+    status, out, _ = autopar("plan", "mlp-toy", "--mesh", "8", "--pins", "fsdp:x", "--pin", "params/*/b1=")
+    assert status == 0
+    assert "weights sharded over x (FSDP, ZeRO-3)" in out
+    assert re.search(r"state/params/blocks/\*/b1 x2 +f32\[64\] +P\(\) ", out)
+    status, out, _ = autopar(
+        "explain", "mlp-toy", "*/w1", "--mesh", "2,4", "--pin", "params=,x+y", "--pin", "params/*/b?="
+    )
+    assert (status, "fixed by the pin 'params'" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--pins", "fsdp"), "give a strategy and its axis, as in fsdp:x. Known: megatron, fsdp, zero1, data_parallel"),
+        (("--pins", "fsdp:data"), "axis 'data' not found. Mesh axes: x"),
+        (("--pin", "params"), "give a name and a value"),
+    ],
+)
+def test_a_wrong_pin_is_one_line(autopar, arguments, message):
+    status, out, err = autopar("plan", "mlp-toy", "--mesh", "8", *arguments)
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert message in err
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "pin that matches nothing",
         lambda: planned(pins={"params/*": P("x")}),
         PinError,
-        r"pin 'params/\*' matches no argument\. Arguments: w, x\. Results are pinned by position, 'out:0' to 'out:1'\.",
+        r"pin 'params/\*' matches no argument; the nearest: params\. Arguments: w, x\. Results are pinned .*",
     ),
     (
         "pin of an unknown axis",
@@ -384,13 +384,13 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "pin that does not divide",
         lambda: planned(args=(array(6, 8), array(16, 6)), pins={"w": P("x")}),
         PinError,
-        r"pin 'w' on 'w': P\('x',\) does not divide f32\[6,8\] on the mesh \{'x': 8\}",
+        r"pin 'w' on 'w': P\('x',\) does not divide f32\[6,8\] on the mesh \{'x': 8\}; 'x' divides dimension 1",
     ),
     (
         "pin of too many dimensions",
         lambda: planned(pins={"w": P(None, None, "x")}),
         PinError,
-        r"pin 'w' on 'w': P\(None, None, 'x'\) has 3 dimensions, the value is f32\[8,8\]",
+        r"pin 'w' on 'w': P\(None, None, 'x'\) has 3 dimensions, the value is f32\[8,8\]; a later pin .*",
     ),
     (
         "pin that uses an axis twice",
@@ -414,7 +414,7 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "pins by number",
         lambda: planned(pins={0: P("x")}),
         PinError,
-        r"pins=\{0: .* must be a dict from path globs, 'arg:i' or 'out:i' to PartitionSpecs",
+        r"pins=\{0: .* must be a dict from path globs, roles, source lines, 'arg:i' or 'out:i' to .*",
     ),
     (
         "pin of an argument that is not there",
@@ -426,7 +426,7 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         "pin of a scalar result",
         lambda: planned(pins={"out:1": P("x")}),
         PinError,
-        r"pin 'out:1' on '1': P\('x',\) has 1 dimensions, the value is f32\[\]",
+        r"pin 'out:1' on '1': P\('x',\) has 1 dimensions, the value is f32\[\]; a later pin .*",
     ),
     (
         "constraint inside the function",

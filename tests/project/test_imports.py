@@ -16,7 +16,21 @@ ORDER = (
     *("cost_models.sharding", "cost_models", "cost_models.compiler", "cost_models.memory"),
     *("passes", "passes.microbatch", "passes.layers", "passes.op_groups", "passes.solver", "passes.intra_op"),
     *("passes.memory", "passes.remat", "passes.mesh_search", "passes.stages", "passes.inter_op"),
-    *("plans", "codegen", "runtime", "options", "argnums", "explain", "verification", "compile", "api", "zoo", ""),
+    *("passes.strategies",),
+    *(
+        "plans",
+        "codegen",
+        "runtime",
+        "options",
+        "argnums",
+        "explain",
+        "verification",
+        "compile",
+        "pins",
+        "api",
+        "zoo",
+        "",
+    ),
     *("bench", "cli"),
 )
 

@@ -25,7 +25,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, replicated, spec
 from autopar.ir.text import Rows, seconds, size, spec_text, table
-from autopar.passes.op_groups.constraints import names as is_named
+from autopar.passes.op_groups.pin_keys import names as is_named
 from autopar.plans.origin import Alternative, Origin, Prices
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import argument_groups, host, label, owner
@@ -276,6 +276,8 @@ class _Source:
             collectives = tuple(c for c, _ in self.plan.sent() if c.op in sites)
             shape = self.graph.types[members[0][1]].shape
             why = [reasons.results(ops, layout, shape)]
+            if pin := self.origin.pinned_value(members[0][1]) if self.origin is not None else "":
+                why.append(f"fixed by {pin}")
             count = f" x{len(members)}" if len(members) > 1 else ""
             values = [v for _, v in members]
             prices = None if self.origin is None else self.origin.price_values(values, exact=self.exact)

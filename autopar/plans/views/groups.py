@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from autopar.ir.roles import is_optimizer_state, of_parameter
 from autopar.plans.record import PlanRecord, Stage
 
 
@@ -20,9 +21,7 @@ def sections(plan: PlanRecord) -> Mapping[str, tuple[int, ...]]:
         "other arguments": [],
     }
     for i, path in enumerate(plan.input_paths):
-        parts = path.split("/")
-        optimizer = any(part in ("mu", "nu", "opt", "opt_state", "trace") for part in parts)
-        leaves_by_title[_title(i in plan.donated, optimizer)].append(i)
+        leaves_by_title[_title(i in plan.donated, is_optimizer_state(path))].append(i)
     return {title: tuple(members) for title, members in leaves_by_title.items() if members}
 
 
@@ -49,17 +48,6 @@ def argument_groups(plan: PlanRecord, members: Sequence[int]) -> Mapping[tuple[s
 def without_numbers(path: str) -> str:
     """A path with "*" for layer numbers, which equal layers have in common."""
     return re.sub(r"(?<=/)\d+(?=/|$)", "*", path)
-
-
-def of_parameter(path: str, parameters: Container[str]) -> tuple[str, str] | None:
-    """A path of optimizer state as (what is before its parameter's path, that path below "params/"); None for others.
-
-    "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
-    """
-    parts = path.split("/")
-    pairs = (("/".join(parts[:k]), "/".join(parts[k:])) for k in range(1, len(parts)))
-    before, end = next((pair for pair in pairs if pair[1] in parameters), ("", ""))
-    return (before, end) if end and "params" not in before.split("/") else None
 
 
 def _like_parameters(plan: PlanRecord, members: Sequence[int]) -> Mapping[int, str]:
