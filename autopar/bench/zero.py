@@ -64,8 +64,16 @@ def machine(workers: int) -> Cluster:
     return Cluster.custom((workers,), 1e-6, 1e-11, 2e14, 1e18, 80 * 10**9, name="free memory traffic")
 
 
-def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage] = STAGES) -> list[Row]:
-    """A row per stage, the first of them without a budget; the default model is `MODEL` with `SIZES`."""
+def run(
+    model: zoo.Model | None = None,
+    workers: int = 8,
+    stages: Sequence[Stage] = STAGES,
+    time_limit: float | None = None,
+) -> list[Row]:
+    """A row per stage, the first of them without a budget; the default model is `MODEL` with `SIZES`.
+
+    `time_limit`: seconds of planning for each plan, None for that of `autopar.plan`.
+    """
     first, *_ = stages
     model = model or zoo.build(MODEL, **SIZES)
     cluster, count = machine(workers), model.parameters()
@@ -73,7 +81,12 @@ def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage
     def planned(budget: float | None) -> Plan:
         with plan_cache.off():
             return api.plan(
-                model.step, *model.abstract_args(), mesh=(workers,), cluster=cluster, memory_budget=budget, remat="none"
+                *(model.step, *model.abstract_args()),
+                mesh=(workers,),
+                cluster=cluster,
+                memory_budget=budget,
+                remat="none",
+                time_limit=time_limit,
             )
 
     free = planned(None)

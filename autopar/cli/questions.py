@@ -79,11 +79,16 @@ def trace(
 @app.command("report")
 @with_step
 def report_page(
-    step: Step, output: Annotated[Path, typer.Argument(help="the page to write, such as plan.html")]
+    step: Step,
+    output: Annotated[Path, typer.Argument(help="the page to write, such as plan.html")],
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="plan data parallel, ZeRO-1, FSDP and Megatron as well, to compare")
+    ] = False,
 ) -> None:
     """Write the plan of TARGET as one page for a browser, which needs no network."""
     plan = step.plan()
-    plan.report(output)
+    with step.remembered():
+        plan.report(output, baselines=baselines)
     say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
 
 

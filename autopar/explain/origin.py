@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError
+from autopar.explain.baselines import baselines
 from autopar.explain.problems import Subject, of_stage, whole_step
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
@@ -139,6 +140,10 @@ class StepOrigin:
         pins = {**(self.settings.pins or {}), **(changes.get("pins") or {})}
         checked = settings({**changes, **({"pins": pins} if "pins" in changes else {})})
         return self.replan(replace(self._options, **{name: getattr(checked, name) for name in changes}))
+
+    def baselines(self) -> Mapping[str, Plan | str]:
+        """See `autopar.plans.origin.Origin`."""
+        return baselines(self.step.plan, self._options, self.replan)
 
     @property
     def _options(self) -> Settings:

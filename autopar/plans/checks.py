@@ -16,6 +16,7 @@ from autopar.errors import ArgumentError, GraphError, MicrobatchError, PlanMisma
 from autopar.ir.collective import WIRE_FRACTION
 from autopar.ir.layout import Layout, cuts
 from autopar.passes.remat.rewrite import POLICIES
+from autopar.plans.forms import FORMS
 from autopar.plans.schema import FieldError, shown
 from autopar.schedules import SCHEDULES
 
@@ -105,6 +106,15 @@ def _transfers(plan: PlanRecord) -> Complaints:
     for pair in plan.transfers:
         if pair not in pairs:
             yield FieldError("two stages, such as '0>1'", shown(pair), "transfers")
+
+
+def _forms(plan: PlanRecord) -> Complaints:
+    for axis, shares in plan.forms.items():
+        if axis not in plan.mesh:
+            yield FieldError(f"mesh axes, {', '.join(plan.mesh)}", shown(axis), "forms")
+        for form in shares:
+            if form not in FORMS:
+                yield FieldError(f"one of {', '.join(FORMS)}", shown(form), f"forms[{axis!r}]")
 
 
 def _positions(plan: PlanRecord) -> Complaints:
@@ -223,6 +233,7 @@ def _collectives(plan: PlanRecord) -> Complaints:
 CHECKS: tuple[Callable[[PlanRecord], Complaints], ...] = (
     _mesh,
     _leaves,
+    _forms,
     _positions,
     _choices,
     _schedule,

@@ -91,3 +91,7 @@ class Origin(Protocol):
     def replanned(self, changes: Mapping[str, Any]) -> Any:
         """The best plan under other options, those of `autopar.parallelize`; pins are added to those there are."""
         ...
+
+    def baselines(self) -> Mapping[str, Any]:
+        """Name of a strategy that people know -> the best plan of it on one mesh, or why there is none."""
+        ...

@@ -139,7 +139,13 @@ class Plan(PlanRecord, ShownAsText):
         """
         _write(path, json.dumps(trace_events(self)), "the trace cannot be written to")
 
-    def report(self, path: str | os.PathLike[str], *, beside: Mapping[str, PlanRecord] | None = None) -> None:
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        beside: Mapping[str, PlanRecord] | None = None,
+        baselines: bool = False,
+    ) -> None:
         """Write the plan as one HTML page that needs no network, for a browser.
 
         Words and figures, devices with their stages, the timeline of the predicted step, time by source line, memory,
@@ -148,11 +154,14 @@ class Plan(PlanRecord, ShownAsText):
         Args:
             path: the file, such as "plan.html".
             beside: name -> another plan of the same step, for a table of step times, memory and bytes sent.
+            baselines: plan the step as data parallel, ZeRO-1, FSDP and Megatron as well, for that table.
 
         Raises:
-            ArgumentError: plotly or jinja2 (`pip install "autopar[report]"`) is missing, or the file cannot be written.
+            ArgumentError: plotly or jinja2 (`pip install "autopar[report]"`) is missing, the file cannot be written, or
+                `baselines` is asked of a plan without its step.
         """
-        _write(path, html(self, beside or {}), "the report cannot be written to")
+        planned = self._origin("report(baselines=True)").baselines() if baselines else {}
+        _write(path, html(self, {**planned, **(beside or {})}), "the report cannot be written to")
 
     def diff(self, other: PlanRecord) -> PlanDiff:
         """This plan beside another of the same step: figures, layouts of arguments, and collectives that differ.
@@ -178,12 +187,15 @@ class Plan(PlanRecord, ShownAsText):
             ArgumentError: the plan is from `Plan.load`, without its step, or an option is unknown or invalid.
             AutoparError: the step cannot be planned under these options; see `autopar.parallelize`.
         """
+        return PlanDiff(self, self._origin("what_if").replanned(options))
+
+    def _origin(self, asked: str) -> Origin:
         if self.origin is None:
             raise ArgumentError(
-                "what_if needs the step, which a file does not contain: "
+                f"{asked} needs the step, which a file does not contain: "
                 "autopar.plan(fn, *args, plan=path) is this plan with its step"
             )
-        return PlanDiff(self, self.origin.replanned(options))
+        return self.origin
 
     def summary(self, graph: Graph | None = None) -> str:
         """The plan as tables for a terminal.

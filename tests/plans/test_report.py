@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import zoo
+from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError
 from autopar.ir.text import seconds, size
-from autopar.plans.views.report import charts
+from autopar.plans.views.parallelism import describe
+from autopar.plans.views.report import charts, tables
 from autopar.plans.views.timeline import trace_events
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -62,6 +65,23 @@ CONTRASTS = """() => {
 }"""
 
 
+#: The widths in pixels of the bars of one instruction, when the axis shows (low, high).
+ZOOMED = """async ([id, name, low, high]) => {
+  const chart = document.getElementById(id);
+  await Plotly.relayout(chart, {"xaxis.range": [low, high]});
+  const trace = (bar) => bar.parentNode.parentNode.__data__[0].trace;
+  const bars = [...chart.querySelectorAll(".bars .point")];
+  const named = bars.filter((bar) => trace(bar).customdata[bar.__data__.i][0] === name);
+  return named.map((bar) => bar.getBoundingClientRect().width);
+}"""
+
+
+def events_of(plan, kind):
+    """The spans of a plan's timeline: "passes" of ranks (all of one mesh), or "links", what they send and receive."""
+    spans = [e for e in trace_events(plan)["traceEvents"] if e["ph"] == "X" and e["tid"] != 0]
+    return [e for e in spans if (plan.pipelined and e["name"].startswith(("send", "recv"))) == (kind == "links")]
+
+
 @pytest.fixture(scope="module")
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra test)")
@@ -69,7 +89,7 @@ def browser():
         pytest.skip("no Chromium on PATH: apt-get install chromium")
     with playwright.sync_playwright() as running:
         chromium = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
+        yield chromium.new_context(viewport={"width": 1280, "height": 900})  # one, which compiles plotly once
         chromium.close()
 
 
@@ -85,7 +105,7 @@ def opened(browser, plan, tmp_path_factory):
     """The page of a plan at 1280 pixels, and what the console said."""
     path = tmp_path_factory.mktemp("report") / "plan.html"
     plan.report(path)
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page = browser.new_page()
     said = []
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(f"error: {error}"))
@@ -111,10 +131,10 @@ def test_the_page_is_complete_and_silent(plan, opened):
     assert sum(column(page, "collectives", 3 if plan.pipelined else 2)) == sum(c.count for c, _ in plan.sent())
     assert page.locator("#devices svg rect").count() == math.prod(plan.mesh_sizes)
     assert page.locator("[data-table=stages] tbody tr").count() == (len(plan.stages) if plan.pipelined else 0)
-    events = [e for e in trace_events(plan)["traceEvents"] if e["ph"] == "X" and e["tid"] != 0]
-    bars = page.evaluate("document.getElementById('timeline-chart').data.map(t => t.x.length).reduce((a, b) => a + b)")
-    assert bars == len(events)
-    assert page.locator("#timeline-chart .bars path").count() == len(events)
+    passes, links = events_of(plan, "passes"), events_of(plan, "links")
+    assert page.locator("#timeline-chart .bars path").count() == len(passes) > 0
+    assert page.locator("#transfers-chart .bars path").count() == len(links)
+    assert bool(links) == plan.pipelined
     shown = page.locator("header").inner_text()
     assert seconds(plan.step_time_s) in shown
     assert size(plan.peak_memory_bytes) in shown
@@ -131,30 +151,22 @@ def test_zooming_reaches_every_instruction(plan, opened):
     assert narrow[0] > low
     page.click("[data-zoom=timeline] [data-step=all]")
     assert page.evaluate("document.getElementById('timeline-chart').layout.xaxis.range") == pytest.approx([low, high])
-    events = [e for e in trace_events(plan)["traceEvents"] if e["ph"] == "X" and e["tid"] != 0]
-    for event in sorted(events, key=lambda e: e["dur"])[:3] + events[-3:]:
-        begin, taken = event["ts"] / 1e3, event["dur"] / 1e3
-        width = page.evaluate(
-            """async ([name, low, high]) => {
-              const chart = document.getElementById("timeline-chart");
-              await Plotly.relayout(chart, {"xaxis.range": [low, high]});
-              const trace = (bar) => bar.parentNode.parentNode.__data__[0].trace;
-              const bars = [...chart.querySelectorAll(".bars .point")];
-              const named = bars.filter((bar) => trace(bar).customdata[bar.__data__.i][0] === name);
-              const widths = named.map((bar) => bar.getBoundingClientRect().width);
-              return Math.max(...widths);
-            }""",
-            [event["name"], begin - taken, begin + 2 * taken],
-        )
-        assert width > 200, event
-    page.click("[data-zoom=timeline] [data-step=all]")
+    for chart, kind in (("timeline", "passes"), ("transfers", "links")):
+        events = sorted(events_of(plan, kind), key=lambda event: event["dur"])
+        for event in events[:3] + events[-3:]:
+            begin, taken = event["ts"] / 1e3, event["dur"] / 1e3
+            widths = page.evaluate(ZOOMED, [f"{chart}-chart", event["name"], begin - taken, begin + 2 * taken])
+            assert max(widths) > 200, event
+        if events:
+            page.click(f"[data-zoom={chart}] [data-step=all]")
 
 
 def test_hovering_shows_the_figures_of_the_plan(plan, opened):
     page, _ = opened
-    events = [e for e in trace_events(plan)["traceEvents"] if e["ph"] == "X" and e["tid"] != 0]
-    longest = max(events, key=lambda e: e["dur"])
-    row = charts._rows(trace_events(plan)["traceEvents"])[longest["pid"], longest["tid"]]
+    longest = max(events_of(plan, "passes"), key=lambda event: event["dur"])
+    traces = charts.timeline(plan)["data"]
+    bars = [bar for trace in traces for bar in zip(trace["y"], trace["customdata"], strict=True)]
+    row = next(row for row, data in bars if data[0] == longest["name"])
     middle = (longest["ts"] + longest["dur"] / 2) / 1e3
     page.locator("#timeline-chart").scroll_into_view_if_needed()
     x, y = page.evaluate(
@@ -218,8 +230,52 @@ def test_on_paper_there_are_no_controls(opened):
     page.emulate_media(media="screen")
 
 
-def test_a_page_that_cannot_be_written():
+@pytest.fixture(scope="module")
+def small():
     model = zoo.build("mlp-toy")
-    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(2,))
+    return autopar.plan(model.step, *model.abstract_args(), mesh=(2, 4), cluster=dear((2, 4)))
+
+
+def test_baselines_are_the_strategies_of_their_names(small):
+    plans = small.origin.baselines()
+    assert list(plans) == ["data parallel", "ZeRO-1", "FSDP (ZeRO-3)", "Megatron over y"]
+    described = {name: describe(plan) for name, plan in plans.items()}
+    assert described["data parallel"] == "data parallel over x and y (8 ways)"
+    assert "optimizer state sharded over x (ZeRO-" in described["ZeRO-1"]
+    assert "weights sharded over x (FSDP, ZeRO-3)" in described["FSDP (ZeRO-3)"]
+    assert "tensor parallel over y (4 ways: columns of weights, rows of weights)" in described["Megatron over y"]
+    assert all(plan.step_time_s >= small.step_time_s * (1 - 1e-9) for plan in plans.values())
+
+
+def test_the_comparison_has_the_figures_of_every_plan(small):
+    other = replace(small, step_time_s=2.0, memory_limit_bytes=small.peak_memory_bytes - 1000)
+    rows = tables.comparison({"this plan": small, "by hand": other, "none": "no layout fits"}).rows
+    texts = [[cell.text for cell in row] for row in rows]
+    peak = size(small.peak_memory_bytes)
+    assert [row[:3] for row in texts[:2]] == [
+        ["this plan", seconds(small.step_time_s), peak],
+        ["by hand", "2 s", f"{peak}, 1 kB too much"],
+    ]
+    assert texts[2] == ["none", "", "", "", "", "no layout fits"]
+
+
+def test_a_report_that_cannot_be_written(small):
     with pytest.raises(ArgumentError, match="the report cannot be written to"):
-        plan.report("/nowhere/plan.html")
+        small.report("/nowhere/plan.html")
+    with pytest.raises(ArgumentError, match=r"report\(baselines=True\) needs the step, which a file does not contain"):
+        replace(small, origin=None).report("/nowhere/plan.html", baselines=True)
+
+
+def test_memory_over_a_pipeline_reaches_the_peak_of_every_rank():
+    model = zoo.build("gpt-toy")
+    args = model.abstract_args()
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        plan = autopar.plan(model.step, *args, mesh=(2,), stages=2, num_microbatches=4, schedule=schedule)
+        levels = charts.memory_levels(plan)
+        for rank, stages in enumerate(plan.ranks):
+            times = [t for t, _ in levels[rank]]
+            assert times == sorted(times)
+            assert times[-1] == plan.step_time_s
+            kinds = sum(sum(stage.memory.values()) for stage in stages)
+            assert max(nbytes for _, nbytes in levels[rank]) == pytest.approx(kinds)
+            assert levels[rank][0][1] == pytest.approx(levels[rank][-1][1])

@@ -499,7 +499,8 @@ def test_one_host_is_searched_where_a_step_is_far_too_large(apart: Cluster) -> N
 def test_couplings_of_the_batch_leave_one_microbatch() -> None:
     norm = zoo.build("wresnet-toy", dtype="float32")
     two = Cluster.custom((2, 1), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
-    plan = autopar.plan(norm.step, *norm.abstract_args(), cluster=replace(two, hosts=2, devices_per_host=1))
+    cluster = replace(two, hosts=2, devices_per_host=1)
+    plan = autopar.plan(norm.step, *norm.abstract_args(), cluster=cluster, time_limit=60.0)
     assert plan.num_microbatches == 1
     assert len(plan.stages) == 1 or any("one microbatch" in note for note in plan.notes)
 

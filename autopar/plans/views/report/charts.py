@@ -1,6 +1,7 @@
 """The charts of a report, as figures of plotly (https://plotly.com/javascript/reference), JSON objects.
 
-    timeline     a bar for each instruction of the simulated schedule, or each source line    -> views/timeline.py
+    timeline     a bar for each pass of the simulated schedule, or each source line           -> views/timeline.py
+    transfers    a bar for each send and receive
     memory       bytes per device over the step, by kind of tensor or by rank, and the limit  -> memory_over_time
     lines        seconds by source line and kind of work                                      -> Plan.time
 
@@ -42,33 +43,48 @@ def _colour(name: str) -> int:
 
 
 def timeline(plan: PlanRecord) -> Figure:
-    """The predicted step: a row per rank and link, or per kind of work; bars in milliseconds."""
-    events = trace_events(plan)["traceEvents"]
-    rows = _rows(events)
-    bars: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "X" and (event["pid"], event["tid"]) in rows:
+    """The predicted step: a row per rank, or per kind of work on one mesh; bars in milliseconds."""
+    return _bars(plan, [name for name in _rows(plan).values() if not _is_link(name)])
+
+
+def transfers(plan: PlanRecord) -> Figure | None:
+    """What ranks send each other: a row per rank and link; None on one mesh."""
+    links = [name for name in _rows(plan).values() if _is_link(name)]
+    return _bars(plan, links) if links else None
+
+
+def _is_link(row: str) -> bool:
+    return " rank " in row
+
+
+def _bars(plan: PlanRecord, shown: Sequence[str]) -> Figure:
+    """The events of some rows, a trace for each kind."""
+    rows, bars = _rows(plan), dict[str, list[dict[str, Any]]]()
+    for event in trace_events(plan)["traceEvents"]:
+        if event["ph"] == "X" and rows.get((event["pid"], event["tid"])) in shown:
             bars.setdefault(_category(event, plan), []).append(event)
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": name,
-            "y": [rows[e["pid"], e["tid"]] for e in some_events],
-            "x": [e["dur"] * MICRO * MILLI for e in some_events],
-            "base": [e["ts"] * MICRO * MILLI for e in some_events],
-            "customdata": [[e["name"], *_hover(e)] for e in some_events],
+            "y": [rows[e["pid"], e["tid"]] for e in events],
+            "x": [e["dur"] * MICRO * MILLI for e in events],
+            "base": [e["ts"] * MICRO * MILLI for e in events],
+            "customdata": [[e["name"], *_hover(e)] for e in events],
             "hovertemplate": "%{customdata[0]}<br>%{customdata[1]}<extra>%{y}</extra>",
             "marker": {"color": _colour(name), "line": {"width": 0}},
         }
-        for name, some_events in bars.items()
+        for name, events in bars.items()
     ]
-    order = sorted(dict.fromkeys(rows.values()), key=lambda name: " rank " in name)  # passes above transfers
-    return _figure(traces, len(order), order, "milliseconds from the start of the step")
+    figure = _figure(traces, len(shown), shown, "milliseconds from the start of the step")
+    figure["layout"]["xaxis"]["range"] = [0, plan.step_time_s * MILLI]
+    return figure
 
 
-def _rows(events: Sequence[Mapping[str, Any]]) -> Mapping[tuple[int, int], str]:
-    """(process, row) -> its name, without the row that spans the step."""
+def _rows(plan: PlanRecord) -> Mapping[tuple[int, int], str]:
+    """(process, row) of the timeline -> its name, without the row that spans the step."""
+    events = trace_events(plan)["traceEvents"]
     named = [e for e in events if e["ph"] == "M"]
     processes = {e["pid"]: e["args"]["name"].partition(":")[0] for e in named if e["name"] == "process_name"}
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}

@@ -23,6 +23,7 @@ function laidOut(layout) {
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "inherit", size: 12, color: variable("--text") },
     dragmode: "zoom",
+    uirevision: "zoom",
     showlegend: true,
     legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" },
     hoverlabel: { bgcolor: variable("--panel"), bordercolor: variable("--line"), font: { color: variable("--text") }, align: "left" },
@@ -49,26 +50,30 @@ function zoom(name, step) {
     left: [low - width / 4, high - width / 4],
     right: [low + width / 4, high + width / 4],
   };
-  return Plotly.relayout(chart, step in ranges ? { "xaxis.range": ranges[step] } : { "xaxis.autorange": true });
+  const whole = figures[name].layout.xaxis.range;
+  const all = whole ? { "xaxis.range": [...whole] } : { "xaxis.autorange": true };
+  return Plotly.relayout(chart, step in ranges ? { "xaxis.range": ranges[step] } : all);
 }
 
 const KEYS = { "+": "in", "=": "in", "-": "out", ArrowLeft: "left", ArrowRight: "right", 0: "all" };
 const names = Object.keys(figures);
 const drawn = new Set();
-// Charts far below are drawn when the reader comes near, or prints.
 const drawOnce = (name) => (drawn.has(name) ? null : (drawn.add(name), draw(name)));
-const drawAll = () => Promise.all(names.map(drawOnce));
+// Charts and long tables far below are drawn when the reader comes near, or prints.
+const lazy = [...document.querySelectorAll(".chart, .many")];
+const show = (e) => (e.matches(".chart") ? drawOnce(e.id.replace("-chart", "")) : e.classList.add("near"));
+const drawAll = () => Promise.all(lazy.map(show));
 const near = new IntersectionObserver(
-  (entries) => entries.filter((e) => e.isIntersecting).forEach((e) => drawOnce(e.target.id.replace("-chart", ""))),
+  (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => show(entry.target)),
   { rootMargin: "300px" },
 );
+lazy.forEach((element) => near.observe(element));
 addEventListener("beforeprint", drawAll);
 dark.addEventListener("change", () => drawn.forEach(draw));
 for (const name of names) {
   const chart = document.getElementById(`${name}-chart`);
   chart.style.minHeight = `${figures[name].layout.height}px`;
-  near.observe(chart);
-  document.getElementById(`${name}-chart`).addEventListener("keydown", (event) => {
+  chart.addEventListener("keydown", (event) => {
     if (event.key in KEYS && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
       zoom(name, KEYS[event.key]);

@@ -89,6 +89,8 @@ def _cards(plan: PlanRecord) -> list[tuple[str, str, str]]:
 def _figures(plan: PlanRecord) -> dict[str, tuple[str, charts.Figure]]:
     """Name -> heading and chart, in the order of the page."""
     figures = {"timeline": ("Timeline of the predicted step", charts.timeline(plan))}
+    if (transfers := charts.transfers(plan)) is not None:
+        figures["transfers"] = ("Transfers between ranks", transfers)
     if (lines := charts.lines(plan)) is not None:
         figures["lines"] = ("Time by source line", lines)
     if plan.pipelined or plan.stages[0].over_time:

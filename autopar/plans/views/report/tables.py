@@ -16,6 +16,7 @@ from autopar.ir.text.parameters import dtype_of
 from autopar.ir.text.printer import long_dtype
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import owner, sections
+from autopar.plans.views.parallelism import describe
 from autopar.plans.views.summary import STATUS, cause, stage_rows
 
 
@@ -119,24 +120,24 @@ def stages(plan: PlanRecord) -> Table | None:
 
 
 def comparison(plans: Mapping[str, PlanRecord | str]) -> Table | None:
-    """Other plans of the step beside this one; a text says why there is none."""
+    """Plans of the step side by side; a text says why there is none."""
     if len(plans) < 2:
         return None
-    rows: list[tuple[Cell, ...]] = []
-    for name, plan in plans.items():
-        if isinstance(plan, str):
-            rows.append((Cell(name), Cell(plan, math.inf), Cell(""), Cell(""), Cell("")))
-            continue
-        rows.append(
-            (
-                Cell(name),
-                Cell(seconds(plan.step_time_s), plan.step_time_s),
-                _nbytes(plan.peak_memory_bytes),
-                _nbytes(plan.wire_bytes()),
-                Cell(f"{plan.mfu:.1%}", plan.mfu),
-            )
-        )
-    return Table("comparison", ("plan", "step", "memory per device", "sent per device", "MFU"), tuple(rows))
+    rows = [_unplanned(name, plan) if isinstance(plan, str) else _figures(name, plan) for name, plan in plans.items()]
+    heads = ("plan", "step", "memory per device", "sent per device", "MFU", "what it is")
+    return Table("comparison", heads, tuple(rows))
+
+
+def _figures(name: str, plan: PlanRecord) -> tuple[Cell, ...]:
+    peak, limit = plan.peak_memory_bytes, plan.memory_limit_bytes
+    excess = f", {size(peak - limit)} too much" if 0 < limit < peak else ""
+    step, sent = plan.step_time_s, plan.wire_bytes()
+    numbers = (Cell(seconds(step), step), Cell(f"{size(peak)}{excess}", peak), _nbytes(sent))
+    return (Cell(name), *numbers, Cell(f"{plan.mfu:.1%}", plan.mfu), Cell(describe(plan)))
+
+
+def _unplanned(name: str, why: str) -> tuple[Cell, ...]:
+    return (Cell(name), *(Cell("", math.inf) for _ in range(4)), Cell(why))
 
 
 def solver(plan: PlanRecord) -> Sequence[tuple[str, str]]:
