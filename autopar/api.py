@@ -29,6 +29,7 @@ from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.layout import longest_dividing
+from autopar.ir.text.printer import type_text
 from autopar.ir.trace import is_tracing
 from autopar.options import Options, Settings, name_of, settings, with_options, written
 from autopar.plans.plan import Plan
@@ -247,7 +248,7 @@ class ParallelFunction:
         now = (array_args.tree, self._fixed(array_args.args), jax_compat.trace_context(), avals)
         last = self._last
         if last is None or last[0] != now:
-            last = self._last = (now, self._compiled(array_args))
+            last = self._last = (now, self._compiled(array_args, has_run=last is not None))
         return last[1].run(array_args.leaves)
 
     def __get__(self, instance: Any, kind: type | None = None) -> ParallelFunction | BoundFunction:
@@ -263,14 +264,29 @@ class ParallelFunction:
             "jax.grad(autopar.parallelize(fn))."
         )
 
+    def _warn_of_another_shape(self, array_args: ArrayArguments) -> None:
+        """Warn if a step that has run is planned again for other shapes or dtypes, which takes as long as before."""
+        plan = next(reversed(self._planned_steps.values())).plan
+        types = [type_text(jax.typeof(leaf)) for leaf in array_args.leaves]
+        if len(types) != len(plan.input_types):
+            return
+        pairs = zip(plan.input_paths, plan.input_types, types, strict=True)
+        changed = [f"'{path}' is {now} and was {before}" for path, before, now in pairs if now != before]
+        if changed:
+            rest = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+            warn(
+                f"{name_of(self.__wrapped__)} is planned and compiled again: {changed[0]}{rest}. A last, smaller batch "
+                "can be dropped or padded; compiled(...) plans and compiles ahead of a call"
+            )
+
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
         """The executable that a call with these arguments (arrays or `ShapeDtypeStruct`s) runs, compiled once."""
         with self._opened(args, kwargs) as array_args:
             return self._compiled(array_args)
 
-    def _compiled(self, array_args: ArrayArguments) -> Executable:
+    def _compiled(self, array_args: ArrayArguments, *, has_run: bool = False) -> Executable:
         with self._planning:
-            planned = self._planned_step(array_args)
+            planned = self._planned_step(array_args, has_run=has_run)
             executable = self._executables.get(planned)
             if executable is None:
                 executable = self._executables[planned] = lower(planned, name_of(self.__wrapped__)).compile()
@@ -334,11 +350,13 @@ class ParallelFunction:
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
         return [NamedSharding(mesh, _spread(leaf.shape, mesh.size)) for leaf in jax.tree.leaves(shapes)]
 
-    def _planned_step(self, array_args: ArrayArguments) -> PlannedStep:
+    def _planned_step(self, array_args: ArrayArguments, *, has_run: bool = False) -> PlannedStep:
         key = self._key(array_args)
         with self._planning:
             planned = self._planned_steps.get(key) or self._fitting(key)
             if planned is None:
+                if has_run:
+                    self._warn_of_another_shape(array_args)
                 planned = plan_step(self.__wrapped__, array_args.args, array_args.kwargs, self.settings, local=True)
             self._planned_steps[key] = planned
         return planned

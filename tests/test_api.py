@@ -75,6 +75,24 @@ def test_changed_shapes_dtypes_and_settings_plan_again(counted: Any) -> None:
     assert fn.traces - before == 3
 
 
+def test_a_call_with_another_shape_says_that_it_plans_again(counted: Any) -> None:
+    _, step = counted
+    params, _ = step(two_layers(), array(16, 8))
+    with pytest.warns(AutoparWarning, match=r"counted is planned and compiled again: 'x' is f32\[40,8\] and was "):
+        step(params, array(40, 8))
+    step(params, array(16, 8))
+    step.compiled(params, array(48, 8))
+    step(params, array(48, 8))  # compiled ahead
+
+
+def test_devices_that_are_left_idle_are_named() -> None:
+    step = parallelize(plain, mesh=(3,))
+    with pytest.warns(AutoparWarning, match=r"plain: the mesh \(x=3\) leaves 5 of the 8 devices here idle"):
+        step.plan(two_layers(), array(24, 8))
+    parallelize(plain, mesh=(4,)).plan(two_layers(), array(24, 8))  # half of the devices may be meant
+    autopar.plan(plain, two_layers(), array(24, 8), mesh=(3,))  # for no devices here
+
+
 def test_a_step_count_may_begin_as_a_python_number() -> None:
     traces: list[int] = []
 

@@ -10,6 +10,7 @@ origin     what answers questions about the plan                           -> au
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +59,18 @@ def plan_step(
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
         call = Call(fn, traced, args, local, time.perf_counter() - begin, report)
-        return _with_origin(_planned(call, s), call, s)
+        step = _planned(call, s)
+        if local:
+            _warn_of_idle_devices(name_of(fn), step.plan.mesh)
+        return _with_origin(step, call, s)
+
+
+def _warn_of_idle_devices(name: str, mesh: Mapping[str, int]) -> None:
+    """Warn of a mesh that does not divide the devices here; half of them, say, may be meant."""
+    count, here = math.prod(mesh.values()), jax.device_count()
+    if count < here and here % count:
+        shown = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+        warn(f"{name}: the mesh ({shown}) leaves {here - count} of the {here} devices here idle")
 
 
 def _planned(call: Call, s: Settings) -> PlannedStep:
