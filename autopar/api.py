@@ -60,10 +60,10 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             leaves that the plan donates are donated. Use of a donated array raises `DonatedError` with its path.
         static_argnums: positions of arguments that are not traced, as in `jax.jit`. They must be hashable. Arrays of a
             static module would become constants of the program, so that modules must not be static.
-        memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", or "min" for the
-            plan with the least peak, with `stages` over all devices. If no plan fits, `MemoryBudgetError` is raised.
-            None: nine tenths of the memory of a device; if no plan fits, the plan that exceeds it least is used, with a
-            warning.
+        memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", "80%" of the memory
+            of a device, or "min" for the plan with the least peak, with `stages` over all devices. If no plan fits,
+            `MemoryBudgetError` is raised. None: nine tenths of the memory of a device; if no plan fits, the plan that
+            exceeds it least is used, with a warning.
         pins: `{key: PartitionSpec}` (or `NamedSharding` for its spec), layouts that every plan keeps. Keys are globs of
             paths of argument leaves; "arg:i", "out:i", where i counts the array leaves of all arguments or results; the
             roles "params", "opt" and "batch"; "activations at model.py:30" or "products at model.py:30", what the

@@ -27,6 +27,7 @@ from autopar.hardware.figures import is_rate
 from autopar.passes.op_groups.constraints import Pins
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.remat.choose import CHOICES
+from autopar.passes.remat.memory_policy import Budget, MemoryShare
 from autopar.passes.solver.optimize import SOLVERS
 from autopar.plans.plan import Plan
 from autopar.schedules import SCHEDULES
@@ -69,7 +70,7 @@ class Settings:
     batch_argnums: tuple[int, ...] | str = "auto"
     donate_argnums: tuple[int, ...] | str = "auto"
     static_argnums: tuple[int, ...] = ()
-    memory_budget: float | str | None = None
+    memory_budget: Budget = None
     pins: Pins | None = None
     solver: str = "auto"
     time_limit: float | None = None
@@ -229,17 +230,22 @@ _UNITS: Mapping[str, float] = {
 }  # fmt: skip
 
 
-def budget(value: Any) -> float | str:
-    """Bytes per device of a `memory_budget`, or "min". ArgumentError for anything else."""
+def budget(value: Any) -> Budget:
+    """Bytes per device of a `memory_budget`, "min", or a share of the device's memory. ArgumentError for others."""
     if _is_one_of("min")(value):
         return "min"
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if not _is_amount(value) and (match is None or match[2].lower() not in _UNITS or float(match[1]) == 0):
+    if _is_amount(value):
+        return float(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", value) if isinstance(value, str) else None
+    number, unit = (float(match[1]), match[2].lower()) if match is not None else (0.0, "")
+    if unit == "%" and 0 < number <= 100:
+        return MemoryShare(number / 100)
+    if number == 0 or unit not in _UNITS:
         raise ArgumentError(
-            f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', or 'min'"
+            f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', '80%' of a "
+            "device's memory, or 'min'"
         )
-    number, unit = (float(match[1]), match[2]) if match is not None else (float(value), "")
-    return number * _UNITS[unit.lower()]
+    return number * _UNITS[unit]
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -58,3 +60,25 @@ def test_a_wrong_one_says_what_would_be_right(options, error, message):
 def test_a_schedule_in_any_case():
     plan = autopar.plan(step, *ARGS, mesh=(2,), stages=2, num_microbatches=2, schedule="GPipe")
     assert plan.schedule == "gpipe"
+
+
+@pytest.mark.parametrize("options", [{"mesh": (2,)}, {"stages": 2, "mesh": (2,)}])
+def test_a_budget_as_a_share_of_the_memory_of_a_device(options):
+    cluster = autopar.Cluster.preset("dgx-h100").part(0, 2)
+    half = cluster.device.memory_bytes / 2
+    plan = autopar.plan(step, *ARGS, cluster=cluster, memory_budget="50 %", **options)
+    assert plan.memory_limit_bytes == half
+    given = autopar.plan(step, *ARGS, cluster=cluster, memory_budget=half, **options)
+    assert replace(plan, phases={}) == replace(given, phases={})
+    assert plan.what_if(memory_budget="25%").after.memory_limit_bytes == half / 2
+    if "stages" not in options:
+        assert plan.explain("w/up").entries[0].alternatives
+    tiny = f"{100 * plan.peak_memory_bytes / 8 / cluster.device.memory_bytes:.12f}%"
+    with pytest.raises(MemoryBudgetError):
+        autopar.plan(step, *ARGS, cluster=cluster, memory_budget=tiny, **options)
+
+
+@pytest.mark.parametrize("budget", ["0%", "101%", "%", "80 percent"])
+def test_a_share_is_of_what_there_is(budget):
+    with pytest.raises(ArgumentError, match="'80%' of a device's memory"):
+        autopar.plan(step, *ARGS, mesh=(2,), memory_budget=budget)

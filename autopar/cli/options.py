@@ -34,7 +34,7 @@ TimeLimit = Annotated[
     float | None, typer.Option(help="seconds for planning; default: about what compiling takes, 5 at least")
 ]
 MemoryBudget = Annotated[
-    str | None, typer.Option(help="bytes per device, as in 12GiB, or min; default: the device's memory")
+    str | None, typer.Option(help="bytes per device, as in 12GiB or 80%, or min; default: the device's memory")
 ]
 Remat = Annotated[str, typer.Option(help="what the backward pass computes again: auto, none, dots or full")]
 Offload = Annotated[

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from autopar import argnums, jax_compat
-from autopar.compile.call import Call, ordinary_pins, warn
+from autopar.compile.call import Call, in_bytes, ordinary_pins, warn
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
@@ -77,7 +77,7 @@ def _planned(call: Call, s: Settings) -> PlannedStep:
     """The planned step of a traced call."""
     name, traced = name_of(call.fn), call.traced
     with jax_compat.automatic_axes():
-        s = ordinary_pins(traced, call.args, s)
+        s = ordinary_pins(traced, call.args, in_bytes(call, s))
         if s.plan is not None:
             given_plan = argnums.donating_no_more(s.plan, call.args, s)
             return load(name, traced, given_plan, s.mesh, s.cluster, local=call.local)

@@ -17,7 +17,7 @@ from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.options import Settings
 from autopar.passes import strategies
-from autopar.passes.remat import choose_offload
+from autopar.passes.remat import choose_offload, memory_policy
 from autopar.progress import Progress
 from autopar.rules import rules_of
 from autopar.rules.registry import registered_rules
@@ -109,6 +109,21 @@ def ordinary_pins(traced: Traced, args: Sequence[Any], s: Settings) -> Settings:
     mesh = meshes.targets(wanted, s.cluster, local=False)[0].logical
     rules = partial(rules_of, traced.graph, registered_rules())
     return replace(s, pins=strategies.expand(s.pins, traced.graph, mesh, rules, argnums.named_batch(args, s)))
+
+
+def in_bytes(call: Call, s: Settings) -> Settings:
+    """The settings, with a memory budget that is a share of a device's memory in bytes."""
+    if not isinstance(s.memory_budget, memory_policy.MemoryShare):
+        return s
+    wanted = s.plan.mesh if s.plan is not None and s.mesh is None else wanted_mesh(call.traced, s)
+    mesh = meshes.targets(wanted, s.cluster, local=call.local)[0].logical
+    return replace(s, memory_budget=memory_policy.memory_bytes(mesh, s.memory_budget))
+
+
+def absolute_budget(s: Settings) -> float | str | None:
+    """The memory budget of settings `in_bytes`: bytes, "min" or None."""
+    assert not isinstance(s.memory_budget, memory_policy.MemoryShare)
+    return s.memory_budget
 
 
 def warn(message: str) -> None:

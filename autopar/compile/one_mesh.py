@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from autopar import argnums
 from autopar.codegen.accumulate import accumulate_gradients
 from autopar.codegen.rewrites import apply_rewrites, rewritten_hash
-from autopar.compile.call import Call, default_time_limit, offload_option, wanted_mesh, warn
+from autopar.compile.call import Call, absolute_budget, default_time_limit, offload_option, wanted_mesh, warn
 from autopar.explain.surroundings import described
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
@@ -73,7 +73,7 @@ class OneMeshPlanner:
             batch=argnums.named_batch(call.args, s),
             donate=argnums.donated(call.traced, call.args, s),
             rules=self._rules,
-            memory_budget=s.memory_budget,
+            memory_budget=absolute_budget(s),
             remat=s.remat,
             offload=offload_option(s, self._candidates[0], call.local),
         )

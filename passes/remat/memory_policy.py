@@ -73,19 +73,35 @@ class SolverOptions:
         }
 
 
-def memory_limit(mesh: LogicalMesh, budget: float | str | None) -> float | str:
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """A memory budget as a share of a device's memory, such as 0.8."""
+
+    share: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g}%"
+
+
+Budget = float | str | MemoryShare | None
+"""Bytes per device, "min", a share of the device's memory, or None for what is usable of it."""
+
+
+def memory_limit(mesh: LogicalMesh, budget: Budget) -> float | str:
     """Bytes per device that a plan may use: the budget, without one the device's usable memory; or "min"."""
+    if isinstance(budget, MemoryShare):
+        return budget.share * mesh.device.memory_bytes
     return usable_bytes(mesh) if budget is None else budget
 
 
-def memory_bytes(mesh: LogicalMesh, budget: float | str | None) -> float:
+def memory_bytes(mesh: LogicalMesh, budget: Budget) -> float:
     """The same in bytes: `budget` is not "min"."""
     limit = memory_limit(mesh, budget)
     assert not isinstance(limit, str)
     return limit
 
 
-def fits(peak_bytes: float, mesh: LogicalMesh, budget: float | str | None) -> bool:
+def fits(peak_bytes: float, mesh: LogicalMesh, budget: Budget) -> bool:
     """Whether a plan with this peak is within the budget; any is for "min"."""
     limit = memory_limit(mesh, budget)
     return isinstance(limit, str) or peak_bytes <= limit
