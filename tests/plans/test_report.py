@@ -9,6 +9,8 @@ import math
 import shutil
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +20,7 @@ from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError
 from autopar.ir.text import seconds, size
 from autopar.plans.views.parallelism import describe
-from autopar.plans.views.report import charts, tables
+from autopar.plans.views.report import charts, pictures, tables
 from autopar.plans.views.timeline import trace_events
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -264,6 +266,23 @@ def test_a_report_that_cannot_be_written(small):
         small.report("/nowhere/plan.html")
     with pytest.raises(ArgumentError, match=r"report\(baselines=True\) needs the step, which a file does not contain"):
         replace(small, origin=None).report("/nowhere/plan.html", baselines=True)
+
+
+@pytest.mark.parametrize(
+    "spec", [P("x", "y"), P("y", "x"), P(("x", "y")), P(None, ("x", "y")), P(None, "y"), P("x"), P()]
+)
+def test_parts_are_on_the_devices_on_which_jax_has_them(spec):
+    model = zoo.build("mlp-toy")
+    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(2, 4), pins={"params/blocks/*/w1": spec})
+    picture = next(p for p in pictures.layouts(plan) if "w1" in p.name)
+    shape = plan.input_shapes[plan.input_paths.index("state/params/blocks/0/w1")]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    expected = {}
+    for device, index in jax.sharding.NamedSharding(mesh, spec).devices_indices_map(shape).items():
+        part = ", ".join(f"{s.start or 0}:{n if s.stop is None else s.stop}" for s, n in zip(index, shape, strict=True))
+        expected.setdefault(f"[{part}]", []).append(str(device.id))
+    shown = dict(cell.title.split(" on devices ") for cell in picture.cells)
+    assert {part: sorted(ids) for part, ids in expected.items()} == {p: sorted(t.split(", ")) for p, t in shown.items()}
 
 
 def test_memory_over_a_pipeline_reaches_the_peak_of_every_rank():

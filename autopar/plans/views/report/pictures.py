@@ -108,14 +108,16 @@ def layouts(plan: PlanRecord) -> Iterator[Picture]:
 def _layout(plan: PlanRecord, tensor: Tensor, layout: Layout, stage: Stage) -> Picture:
     """The parts of a tensor along the dimensions that are drawn, at the first position along others."""
     parts = cuts(layout, tuple(stage.submesh.values()))
+    members = _members(layout, stage, tensor.dimensions, sum(plan.ranks[r][0].devices for r in range(stage.rank)))
     rows, columns = (min(n, SIDE) for n in tensor.cells)
     cells = []
     for row, column in itertools.product(range(rows), range(columns)):
-        place = dict(zip(reversed(tensor.dimensions), (column, row), strict=False))
-        members = _members(layout, stage, place, sum(plan.ranks[r][0].devices for r in range(stage.rank)))
+        position = (row, column)[2 - len(tensor.dimensions) :]
+        devices = members[position]
+        place = dict(zip(tensor.dimensions, position, strict=True))
         colour = (row * columns + column) % PALETTE_SIZE if tensor.shards > 1 else WHOLE
-        title = f"[{_extents(tensor, parts, place)}] on devices {', '.join(map(str, members))}"
-        cells.append(Cell(column, row, 1, 1, colour, _few(members), title))
+        title = f"[{_extents(tensor, parts, place)}] on devices {', '.join(map(str, devices))}"
+        cells.append(Cell(column, row, 1, 1, colour, _few(devices), title))
     return Picture(tensor.name, _caption(tensor, parts), columns, rows, tuple(cells))
 
 
@@ -141,17 +143,15 @@ def _caption(tensor: Tensor, parts: Mapping[int, int]) -> str:
     )
 
 
-def _members(layout: Layout, stage: Stage, place: Mapping[int, int], first: int) -> list[int]:
-    """The devices that have the part at a position along the dimensions of `place`."""
-    sizes = stage.submesh
-    members = []
-    for number in range(math.prod(sizes.values())):
-        at: dict[int, int] = {}
-        for dim, (axis, n) in zip(layout, sizes.items(), strict=True):
-            if dim >= 0:
-                at[dim] = at.get(dim, 0) * n + _coordinates(sizes, number)[axis]
-        if all(at.get(dim, 0) == position for dim, position in place.items()):
-            members.append(first + number)
+def _members(layout: Layout, stage: Stage, drawn: Sequence[int], first: int) -> Mapping[tuple[int, ...], Sequence[int]]:
+    """Position along the dimensions that are drawn -> the devices that have the part there."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for number in range(math.prod(stage.submesh.values())):
+        at = dict.fromkeys(drawn, 0)
+        for dim, (axis, place) in zip(layout, _coordinates(stage.submesh, number).items(), strict=True):
+            if dim in at:
+                at[dim] = at[dim] * stage.submesh[axis] + place
+        members.setdefault(tuple(at.values()), []).append(first + number)
     return members
 
 
