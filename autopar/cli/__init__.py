@@ -104,6 +104,9 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="draw the plan: a .png or .svg file")] = None,
     time: Annotated[bool, typer.Option("--time", help="print where the time goes, by source line or stage")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="print what the memory holds, by kind and in time")] = False,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="plan under other options too, and print what is faster")
+    ] = False,
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
@@ -137,6 +140,10 @@ def plan(
         return
     if not (time or memory):
         print(planned.summary(apply_rewrites(trace(fn, *args), planned).graph))
+    if hints:
+        with cache(not no_cache):
+            faster = planned.hints()
+        print("\n".join(["", *(f"faster: {hint}" for hint in faster)] if faster else ["", "no other option is faster"]))
     for use in (*((planned.time(),) if time else ()), *((planned.memory(),) if memory else ())):
         print(str(use).lstrip("\n"))
 

@@ -4,6 +4,7 @@
     out    what other layouts cost; the plan under other options
 
 `origin` is what `autopar.plans.plan.Plan.origin` refers to, `problems` the problems of the step and of its stages,
-`baselines` plans that people know, `surroundings` memory, hosts and the text of the user's lines that a plan names;
+`baselines` plans that people know, `hints` what would be faster, `surroundings` memory, hosts and the text of the
+user's lines that a plan names;
 `autopar.passes.intra_op.alternatives` has the mathematics. Read `origin` first.
 """

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.explain.baselines import baselines
+from autopar.explain.hints import hints
 from autopar.explain.problems import Subject, of_stage, whole_step
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
@@ -22,7 +23,7 @@ from autopar.options import Settings, settings
 from autopar.passes.mesh_search.planner import collector_paused
 from autopar.passes.op_groups.constraints import Pins, last_pins
 from autopar.passes.op_groups.pin_keys import Pinnable
-from autopar.plans.origin import Alternative, Prices
+from autopar.plans.origin import Alternative, Hint, Prices
 from autopar.plans.plan import Plan
 from autopar.runtime.planned_step import PlannedStep
 
@@ -144,6 +145,10 @@ class StepOrigin:
     def baselines(self) -> Mapping[str, Plan | str]:
         """See `autopar.plans.origin.Origin`."""
         return baselines(self.step.plan, self._options, self.replan)
+
+    def hints(self) -> tuple[Hint, ...]:
+        """See `autopar.plans.origin.Origin`."""
+        return hints(self.step.plan, self._options, self.replan)
 
     @property
     def _options(self) -> Settings:

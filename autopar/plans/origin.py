@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
+from autopar.ir.text import seconds, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,30 @@ class Prices:
     alternatives: tuple[Alternative, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A change of options, and the plan under it.
+
+    Attributes:
+        change: the options, such as "memory_budget=160000000000".
+        step_time_s: predicted seconds per step with it.
+        saved_s: predicted seconds per step that it saves.
+        peak_memory_bytes: predicted peak memory with it, bytes per device.
+    """
+
+    change: str
+    step_time_s: float
+    saved_s: float
+    peak_memory_bytes: int
+
+    def __str__(self) -> str:
+        before = self.step_time_s + self.saved_s
+        return (
+            f"{self.change}: {seconds(self.step_time_s)} per step, {self.saved_s / before:.1%} less, "
+            f"with {size(self.peak_memory_bytes)} of memory per device"
+        )
+
+
 class Origin(Protocol):
     """The step that a plan was made for.
 
@@ -94,4 +119,8 @@ class Origin(Protocol):
 
     def baselines(self) -> Mapping[str, Any]:
         """Name of a strategy that people know -> the best plan of it on one mesh, or why there is none."""
+        ...
+
+    def hints(self) -> tuple[Hint, ...]:
+        """Changes of options that make the step faster, each planned; the fastest first."""
         ...

@@ -17,7 +17,7 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.ir.graph import Graph, graph_hash
 from autopar.plans.checks import check_all, check_consistent, mismatches, unlike
-from autopar.plans.origin import Origin
+from autopar.plans.origin import Hint, Origin
 from autopar.plans.record import FORMAT, PlanRecord, Stage
 from autopar.plans.schema import FieldError, form, parsed, shown
 from autopar.plans.views.diff import PlanDiff
@@ -196,6 +196,20 @@ class Plan(PlanRecord, ShownAsText):
                 "autopar.plan(fn, *args, plan=path) is this plan with its step"
             )
         return self.origin
+
+    def hints(self) -> tuple[Hint, ...]:
+        """What would make the step faster, each with its price: the step is planned again under one other option.
+
+        More memory, another mesh, another number of microbatches, no pins; those that apply and save a hundredth of the
+        step or more.
+
+        Returns:
+            Three changes at most, the fastest first; each prints as a line.
+
+        Raises:
+            ArgumentError: the plan is from `Plan.load`, without its step.
+        """
+        return self._origin("hints").hints()
 
     def summary(self, graph: Graph | None = None) -> str:
         """The plan as tables for a terminal.

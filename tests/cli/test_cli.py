@@ -320,6 +320,15 @@ def test_what_if_takes_options(autopar):
     assert json.loads(out)["microbatches"] == ["1", "2"]
 
 
+def test_hints_follow_the_summary(autopar):
+    status, out, _ = autopar("plan", "mlp-toy", "--mesh", "2", "--hints")
+    assert (status, out.splitlines()[-1]) == (0, "no other option is faster")
+    slow = ("--mesh", "8", "--pin", "batch=None,None", "--hints")
+    status, out, _ = autopar("plan", "mlp-toy", "--batch", "65536", *slow)
+    assert status == 0
+    assert out.splitlines()[-1].startswith("faster: no pins: ")
+
+
 def test_report_writes_a_page(autopar, tmp_path):
     plan, page, again = (tmp_path / name for name in ("plan.json", "plan.html", "again.html"))
     assert autopar("plan", "mlp-toy", "--mesh", "2", "--output", plan)[0] == 0

@@ -231,3 +231,32 @@ def test_a_notebook_shows_the_text(plan):
         shown = value._repr_html_()
         assert shown.startswith("<pre")
         assert html.escape(str(value)) in shown
+
+
+# Hints
+
+
+def test_hints_are_plans_under_one_other_option() -> None:
+    model = zoo.build("gpt-toy")
+    args, mesh, cluster = model.abstract_args(), (2, 4), dear((2, 4))
+    free = autopar.plan(model.step, *args, mesh=mesh, cluster=cluster)
+    options = {"mesh": mesh, "cluster": cluster, "memory_budget": 0.6 * free.peak_memory_bytes}
+    tight = autopar.plan(model.step, *args, **options)
+    hints = {hint.change.partition("=")[0]: hint for hint in tight.hints()}
+    doubled = autopar.plan(model.step, *args, **{**options, "memory_budget": 1.2 * free.peak_memory_bytes})
+    assert hints["memory_budget"].step_time_s == pytest.approx(doubled.step_time_s)
+    assert hints["memory_budget"].saved_s == pytest.approx(tight.step_time_s - doubled.step_time_s)
+    assert hints["memory_budget"].peak_memory_bytes == doubled.peak_memory_bytes
+    assert f"{hints['memory_budget'].saved_s / tight.step_time_s:.1%} less" in str(hints["memory_budget"])
+    times = [hint.step_time_s for hint in tight.hints()]
+    assert times == sorted(times)
+    assert times[-1] < tight.step_time_s
+
+
+def test_a_plan_that_nothing_makes_faster_has_no_hints() -> None:
+    model = zoo.build("mlp-toy")
+    assert autopar.plan(model.step, *model.abstract_args(), mesh=(2,)).hints() == ()
+    pinned = autopar.plan(model.step, *model.abstract_args(), mesh=(8,), cluster=dear((8,)), pins={"batch": P()})
+    assert [hint.change for hint in pinned.hints()] == ["no pins"]
+    with pytest.raises(ArgumentError, match="hints needs the step, which a file does not contain"):
+        replace(pinned, origin=None).hints()
