@@ -59,10 +59,10 @@ def plan_step(
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
         call = Call(fn, traced, args, local, time.perf_counter() - begin, report)
-        step = _planned(call, s)
+        step = _with_origin(call, s)
         if local:
             _warn_of_idle_devices(name_of(fn), step.plan.mesh)
-        return _with_origin(step, call, s)
+        return step
 
 
 def _warn_of_idle_devices(name: str, mesh: Mapping[str, int]) -> None:
@@ -74,10 +74,9 @@ def _warn_of_idle_devices(name: str, mesh: Mapping[str, int]) -> None:
 
 
 def _planned(call: Call, s: Settings) -> PlannedStep:
-    """The planned step of a traced call."""
+    """The planned step of a traced call; `s`: without strategies among the pins, the memory budget in bytes."""
     name, traced = name_of(call.fn), call.traced
     with jax_compat.automatic_axes():
-        s = ordinary_pins(traced, call.args, in_bytes(call, s))
         if s.plan is not None:
             given_plan = argnums.donating_no_more(s.plan, call.args, s)
             return load(name, traced, given_plan, s.mesh, s.cluster, local=call.local)
@@ -92,7 +91,7 @@ def _planned(call: Call, s: Settings) -> PlannedStep:
         return plan_one_mesh(call, s)
 
 
-def _with_origin(step: PlannedStep, call: Call, s: Settings) -> PlannedStep:
+def _with_origin(call: Call, s: Settings) -> PlannedStep:
     """The planned step, whose plan refers to the step itself, and can be made again with other options."""
     leafless = [arg if i in s.static_argnums else jax.tree.map(lambda _: 0, arg) for i, arg in enumerate(call.args)]
     structure = replace(call, args=leafless, local=False)  # the arrays of the call are not kept
@@ -100,10 +99,12 @@ def _with_origin(step: PlannedStep, call: Call, s: Settings) -> PlannedStep:
     def replan(changed: Settings) -> Plan:
         with collector_paused(), reporting(name_of(structure.fn), changed.progress) as report:
             again = replace(structure, report=report)
-            return _with_origin(_planned(again, changed), again, changed).plan
+            return _with_origin(again, changed).plan
 
-    batch, pins = argnums.named_batch(call.args, s), ordinary_pins(call.traced, call.args, s).pins
-    return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, pins, batch)))
+    with jax_compat.automatic_axes():
+        resolved = ordinary_pins(call.traced, call.args, in_bytes(call, s))
+    step, batch = _planned(call, resolved), argnums.named_batch(call.args, s)
+    return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, resolved.pins, batch)))
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

@@ -166,7 +166,7 @@ def test_zooming_reaches_every_instruction(plan, opened):
 def test_hovering_shows_the_figures_of_the_plan(plan, opened):
     page, _ = opened
     longest = max(events_of(plan, "passes"), key=lambda event: event["dur"])
-    traces = charts.timeline(plan)["data"]
+    traces = charts.timeline(plan, trace_events(plan)["traceEvents"])["data"]
     bars = [bar for trace in traces for bar in zip(trace["y"], trace["customdata"], strict=True)]
     row = next(row for row, data in bars if data[0] == longest["name"])
     middle = (longest["ts"] + longest["dur"] / 2) / 1e3

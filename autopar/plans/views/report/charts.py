@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.ir.text import seconds, size
 from autopar.plans.record import PlanRecord, Stage
-from autopar.plans.views.timeline import simulated, trace_events
+from autopar.plans.views.timeline import Event, simulated
 from autopar.plans.views.usage import time_use
 
 Figure = dict[str, Any]
@@ -42,25 +42,28 @@ def _colour(name: str) -> int:
 # Timeline
 
 
-def timeline(plan: PlanRecord) -> Figure:
-    """The predicted step: a row per rank, or per kind of work on one mesh; bars in milliseconds."""
-    return _bars(plan, [name for name in _rows(plan).values() if not _is_link(name)])
+def timeline(plan: PlanRecord, events: Sequence[Event]) -> Figure:
+    """The predicted step: a row per rank, or per kind of work on one mesh; bars in milliseconds.
+
+    `events`: those of `autopar.plans.views.timeline.trace_events`.
+    """
+    return _bars(plan, events, [name for name in _rows(events).values() if not _is_link(name)])
 
 
-def transfers(plan: PlanRecord) -> Figure | None:
-    """What ranks send each other: a row per rank and link; None on one mesh."""
-    links = [name for name in _rows(plan).values() if _is_link(name)]
-    return _bars(plan, links) if links else None
+def transfers(plan: PlanRecord, events: Sequence[Event]) -> Figure | None:
+    """What ranks send each other: a row per rank and link; None on one mesh. `events`: as for `timeline`."""
+    links = [name for name in _rows(events).values() if _is_link(name)]
+    return _bars(plan, events, links) if links else None
 
 
 def _is_link(row: str) -> bool:
     return " rank " in row
 
 
-def _bars(plan: PlanRecord, shown: Sequence[str]) -> Figure:
+def _bars(plan: PlanRecord, events: Sequence[Event], shown: Sequence[str]) -> Figure:
     """The events of some rows, a trace for each kind."""
-    rows, bars = _rows(plan), dict[str, list[dict[str, Any]]]()
-    for event in trace_events(plan)["traceEvents"]:
+    rows, bars = _rows(events), dict[str, list[Event]]()
+    for event in events:
         if event["ph"] == "X" and rows.get((event["pid"], event["tid"])) in shown:
             bars.setdefault(_category(event, plan), []).append(event)
     traces = [
@@ -68,23 +71,22 @@ def _bars(plan: PlanRecord, shown: Sequence[str]) -> Figure:
             "type": "bar",
             "orientation": "h",
             "name": name,
-            "y": [rows[e["pid"], e["tid"]] for e in events],
-            "x": [e["dur"] * MICRO * MILLI for e in events],
-            "base": [e["ts"] * MICRO * MILLI for e in events],
-            "customdata": [[e["name"], *_hover(e)] for e in events],
+            "y": [rows[e["pid"], e["tid"]] for e in spans],
+            "x": [e["dur"] * MICRO * MILLI for e in spans],
+            "base": [e["ts"] * MICRO * MILLI for e in spans],
+            "customdata": [[e["name"], *_hover(e)] for e in spans],
             "hovertemplate": "%{customdata[0]}<br>%{customdata[1]}<extra>%{y}</extra>",
             "marker": {"color": _colour(name), "line": {"width": 0}},
         }
-        for name, events in bars.items()
+        for name, spans in bars.items()
     ]
     figure = _figure(traces, len(shown), shown, "milliseconds from the start of the step")
     figure["layout"]["xaxis"]["range"] = [0, plan.step_time_s * MILLI]
     return figure
 
 
-def _rows(plan: PlanRecord) -> Mapping[tuple[int, int], str]:
+def _rows(events: Sequence[Event]) -> Mapping[tuple[int, int], str]:
     """(process, row) of the timeline -> its name, without the row that spans the step."""
-    events = trace_events(plan)["traceEvents"]
     named = [e for e in events if e["ph"] == "M"]
     processes = {e["pid"]: e["args"]["name"].partition(":")[0] for e in named if e["name"] == "process_name"}
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in named if e["name"] == "thread_name"}

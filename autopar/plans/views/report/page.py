@@ -17,6 +17,7 @@ from autopar.ir.text import seconds, size
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.parallelism import describe
 from autopar.plans.views.report import charts, pictures, tables
+from autopar.plans.views.timeline import trace_events
 from autopar.plans.views.usage import slowest
 
 FOLDER = Path(__file__).parent
@@ -88,8 +89,9 @@ def _cards(plan: PlanRecord) -> list[tuple[str, str, str]]:
 
 def _figures(plan: PlanRecord) -> dict[str, tuple[str, charts.Figure]]:
     """Name -> heading and chart, in the order of the page."""
-    figures = {"timeline": ("Timeline of the predicted step", charts.timeline(plan))}
-    if (transfers := charts.transfers(plan)) is not None:
+    events = trace_events(plan)["traceEvents"]
+    figures = {"timeline": ("Timeline of the predicted step", charts.timeline(plan, events))}
+    if (transfers := charts.transfers(plan, events)) is not None:
         figures["transfers"] = ("Transfers between ranks", transfers)
     if (lines := charts.lines(plan)) is not None:
         figures["lines"] = ("Time by source line", lines)
