@@ -27,6 +27,7 @@ _HOMES = {
     "Report": "autopar.verification.verify",
     "Cluster": "autopar.hardware.cluster",
     "Plan": "autopar.plans.plan",
+    "Profile": "autopar.verification.profile.comparison",
     "Stage": "autopar.plans.record",
     "register_rule": "autopar.rules.registry",
     "AutoparError": "autopar.errors",
@@ -56,6 +57,7 @@ __all__ = [
     "Check",
     "Cluster",
     "Plan",
+    "Profile",
     "Report",
     "Stage",
     "__version__",
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
     from autopar.plans.record import Stage
     from autopar.rules.registry import register_rule
     from autopar.verification.checking import Check
+    from autopar.verification.profile.comparison import Profile
     from autopar.verification.verify import Report, verify
 
 

@@ -36,6 +36,8 @@ from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable, Lowered, lower
 from autopar.runtime.planned_step import Pin, PlannedStep
 from autopar.verification.checking import Check, compare_with_one_device
+from autopar.verification.profile.comparison import Profile
+from autopar.verification.profile.measure import profile
 
 
 @with_options
@@ -297,6 +299,32 @@ class ParallelFunction:
         with self._opened(args, kwargs) as array_args:
             return self._planned_step(array_args).plan
 
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
+        """Measure some steps, and compare them with the plan.
+
+        Every step runs with the same arguments under JAX's profiler, on the devices of this process. State that is
+        donated is copied before each step, so that the arguments stay valid and are not changed.
+
+        Args:
+            *args: the arguments of a call, arrays and modules.
+            steps: how many steps are measured; one more runs before them.
+            **kwargs: keyword arguments of a call.
+
+        Returns:
+            Times by kind of work, source line, stage and pass, beside the predicted ones; see `Profile.trace` for the
+            timeline.
+
+        Raises:
+            AutoparError: the step cannot be planned, or its arguments do not fit.
+            ArgumentError: `steps` is no positive integer, or another profile is being taken in this process.
+        """
+        with self._opened(args, kwargs) as array_args:
+            planned = self._planned_step(array_args)
+            devices = list(planned.mesh().devices.flat)
+            executable = self._compiled(array_args)
+            shardings, graph = planned.argument_shardings(), planned.traced.graph
+            return profile(executable, array_args.leaves, shardings, devices, graph, steps)
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments, as `jax.jit(fn).lower` does; each call lowers anew."""
         with self._opened(args, kwargs) as array_args:
@@ -423,6 +451,10 @@ class BoundFunction:
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
         """As `ParallelFunction.compiled`."""
         return self.__func__.compiled(self._owner, *args, **kwargs)
+
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
+        """As `ParallelFunction.profile`."""
+        return self.__func__.profile(self._owner, *args, steps=steps, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `ParallelFunction.lower`."""

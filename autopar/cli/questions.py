@@ -1,4 +1,4 @@
-"""Commands that ask about a plan: `explain`, `diff`, `what-if`, `trace`, `report`."""
+"""Commands that ask about a plan: `explain`, `diff`, `what-if`, `trace`, `profile`, `report`."""
 
 from __future__ import annotations
 
@@ -74,6 +74,27 @@ def trace(
     plan = step.plan()
     plan.trace(output)
     say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
+
+
+@app.command()
+@with_step
+def profile(
+    step: Step,
+    steps: Annotated[int, typer.Option(help="steps that are measured")] = 3,
+    devices: Annotated[int | None, typer.Option(help="use so many virtual CPU devices")] = None,
+    output: Annotated[Path | None, typer.Option(help="write both timelines, for https://ui.perfetto.dev")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run TARGET on the devices of this machine, and print measured times beside the predicted ones."""
+    from autopar.bench.worker import cpu_devices
+
+    if devices is not None:
+        cpu_devices(devices)
+    measured = step.profile(steps)
+    if output is not None:
+        measured.trace(output)
+        say(f"written to {output}")
+    report(as_json, measured.data(), lambda: str(measured))
 
 
 @app.command("report")

@@ -41,6 +41,7 @@ from autopar.errors import ArgumentError
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
+    from autopar.verification.profile.comparison import Profile
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,29 @@ class Step:
             kept = {name: asked[name] for name in ("mesh", "cluster", "memory_budget", "pins") if name in asked}
             return api.plan(fn, *args, plan=self.plan_file, **kept)
 
+    def profile(self, steps: int) -> Profile:
+        """Measured steps on the devices of this machine, with arguments of one value. ArgumentError for a file."""
+        from autopar import api
+        from autopar.zoo import targets
+
+        self._check_has_step()
+        fn, args = targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
+        asked: dict[str, Any] = options(self.mesh, self.cluster, self.hosts, "auto", self.memory_budget)
+        asked |= {"pins": pins_of(self.pins, self.strategies), "remat": self.remat, "plan": self.plan_file}
+        asked |= in_stages(self.stages, self.schedule, self.num_microbatches)
+        with cache(not self.no_cache):
+            return api.parallelize(fn, **asked).profile(*targets.arrays(args), steps=steps)
+
     def plan_with_step(self) -> Plan:
         """The plan with its step. ArgumentError for the file of a plan alone."""
+        self._check_has_step()
+        return self.plan()
+
+    def _check_has_step(self) -> None:
         if self.is_file:
             raise ArgumentError(
                 f"{self.target} has the plan and not its step: give the step, and the plan as --plan {self.target}"
             )
-        return self.plan()
 
     def remembered(self) -> Any:
         """The context in which the step is planned again: with the plans that are kept on disk, or without."""

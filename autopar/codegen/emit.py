@@ -57,8 +57,8 @@ class Program:
         )
 
 
-def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh) -> Program:
-    """The sharded program of a plan with a single stage on a concrete or abstract mesh."""
+def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh, name: str = "step") -> Program:
+    """The sharded program of a plan with a single stage on a concrete or abstract mesh; `name`: of the module."""
     stage = plan.stages[0]
     context = Context(graph, stage, rules, mesh, plan.mesh_names)
 
@@ -73,6 +73,7 @@ def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh) 
         results = (emitter.output(i, atom, plan.outputs[i]) for i, atom in enumerate(graph.outputs))
         return tuple(map(to_host, results, outputs))
 
+    function.__name__ = name  # the compiled module has it, for profilers
     return Program(function, inputs, outputs, plan.donated)
 
 

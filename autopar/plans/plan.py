@@ -16,6 +16,7 @@ from typing import Any
 from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.ir.graph import Graph, graph_hash
+from autopar.ir.text import write_file
 from autopar.plans.checks import check_all, check_consistent, mismatches, unlike
 from autopar.plans.origin import Hint, Origin
 from autopar.plans.record import FORMAT, PlanRecord, Stage
@@ -137,7 +138,7 @@ class Plan(PlanRecord, ShownAsText):
         Raises:
             ArgumentError: the file cannot be written.
         """
-        _write(path, json.dumps(trace_events(self)), "the trace cannot be written to")
+        write_file(path, json.dumps(trace_events(self)), "the trace cannot be written to")
 
     def report(
         self,
@@ -161,7 +162,7 @@ class Plan(PlanRecord, ShownAsText):
                 `baselines` is asked of a plan without its step.
         """
         planned = self._origin("report(baselines=True)").baselines() if baselines else {}
-        _write(path, html(self, {**planned, **(beside or {})}), "the report cannot be written to")
+        write_file(path, html(self, {**planned, **(beside or {})}), "the report cannot be written to")
 
     def diff(self, other: PlanRecord) -> PlanDiff:
         """This plan beside another of the same step: figures, layouts of arguments, and collectives that differ.
@@ -249,7 +250,7 @@ class Plan(PlanRecord, ShownAsText):
         Raises:
             ArgumentError: the file cannot be written.
         """
-        _write(path, self.to_json(), "the plan cannot be saved to")
+        write_file(path, self.to_json(), "the plan cannot be saved to")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -269,14 +270,6 @@ class Plan(PlanRecord, ShownAsText):
         except (OSError, TypeError, ValueError) as error:
             raise PlanMismatchError(f"{path} is no plan: {error}") from error
         return from_json(data, str(path))
-
-
-def _write(path: str | os.PathLike[str], text: str, failed: str) -> None:
-    """Write a file; ArgumentError, which says what failed, if it cannot be written."""
-    try:
-        Path(path).write_text(text)
-    except (OSError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{failed} {path!r}: {error}") from error
 
 
 def from_json(data: Any, where: str = "the data") -> Plan:

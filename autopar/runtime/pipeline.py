@@ -27,7 +27,7 @@ from autopar.passes.inter_op.pipelines import avals
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import donated_to_updates
-from autopar.runtime.executor import PipelineStep
+from autopar.runtime.executor import FIRST_LOOP, PipelineStep
 from autopar.runtime.programs import ProgramKey, compile_programs, lower_programs
 from autopar.schedules.complete import forward_only
 from autopar.schedules.pipeline import Schedule
@@ -43,6 +43,7 @@ def build(
     compiler_options: Mapping[str, Any] | None = None,
     blocking: bool = False,
     donated: Collection[int] = (),
+    prefix: str = "",
 ) -> PipelineStep:
     """Compile a step in stages for submeshes.
 
@@ -56,6 +57,7 @@ def build(
         compiler_options: of XLA.
         blocking: wait for every instruction.
         donated: positions of arguments whose buffers updates may reuse.
+        prefix: of the names of compiled modules.
 
     Raises:
         ArgumentError: the schedule is not one for these stages.
@@ -70,13 +72,14 @@ def build(
             "layouts": layouts if callable(layouts) else None,
             "compiler_options": compiler_options,
             "blocking": blocking,
+            "prefix": FIRST_LOOP,
         }
         before = build(traced, stages.first_loop, first_schedule, meshes, **options)
     types = avals(traced, stages)
     shardings = programs_of(stages, tuple(meshes[rank] for rank in placement), types, layouts)
     stages = shardings.stages
     donated_values = donated_to_updates(shardings, placement, donated)
-    compiled = compile_programs(shardings, shardings, types, donated_values, compiler_options)
+    compiled = compile_programs(shardings, shardings, types, donated_values, compiler_options, prefix)
     indices = tuple(
         tuple(jax.device_put(np.int32(i), shardings.replicated(s)) for i in range(stages.split.count))
         for s in range(len(placement))

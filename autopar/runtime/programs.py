@@ -71,6 +71,7 @@ def compile_programs(
     avals: Sequence[Any],
     donated: tuple[tuple[int, ...], ...],
     options: Mapping[str, Any] | None = None,
+    prefix: str = "",
 ) -> CompiledPrograms:
     """Compile all programs of a step in stages.
 
@@ -80,12 +81,13 @@ def compile_programs(
         avals: shape and dtype of every argument of the step.
         donated: per update, the arguments that are donated to it.
         options: of XLA's compiler.
+        prefix: of the names of compiled modules.
     """
     stages = shardings.stages
     with ThreadPoolExecutor(THREADS) as pool:
         futures = {
             key: pool.submit(jax_compat.compiled, lowered, options)
-            for key, lowered in lower_programs(shardings, functions, avals, donated)
+            for key, lowered in lower_programs(shardings, functions, avals, donated, prefix=prefix)
         }
     programs: Mapping[ProgramKey, Callable[..., Any]] = {key: future.result() for key, future in futures.items()}
     count = range(len(stages.stages))
@@ -102,16 +104,18 @@ def lower_programs(
     avals: Sequence[Any],
     donated: tuple[tuple[int, ...], ...],
     platform: str | None = None,
+    prefix: str = "",
 ) -> Iterator[tuple[ProgramKey, Any]]:
     """Every program and its lowering, in an order in which each reads results of earlier ones.
 
     Args:
         shardings, functions, avals, donated: as of `compile_programs`.
         platform: to lower for; None: that of the devices.
+        prefix: of the names of compiled modules.
     """
     stages = shardings.stages
     arguments = dict(zip(stages.split.graph.inputs, avals, strict=True))
-    lowering = _ProgramLowering(shardings, functions, donated, arguments, platform)
+    lowering = _ProgramLowering(shardings, functions, donated, arguments, platform, prefix)
     for key in program_order(stages):
         yield key, lowering.program(*key)
 
@@ -149,6 +153,7 @@ class _ProgramLowering:
         donated: per update, the arguments that are donated to it.
         arguments: type of every argument.
         platform: to lower for; None: that of the devices.
+        prefix: of the names of compiled modules.
         whole, blocks, value_types, sums, totals: types of the results of the programs so far.
     """
 
@@ -157,6 +162,7 @@ class _ProgramLowering:
     donated: tuple[tuple[int, ...], ...]
     arguments: Mapping[int, Any]
     platform: str | None = None
+    prefix: str = ""
     whole: dict[tuple[int, int], Any] = field(default_factory=dict)
     blocks: dict[tuple[int, int], Any] = field(default_factory=dict)
     value_types: dict[int, Any] = field(default_factory=dict)
@@ -196,7 +202,11 @@ class _ProgramLowering:
             {k: self._summed(stage, pass_) for k, pass_ in passes.items()},
         )
         lowered = self._lower(
-            begin, [self.arguments[v] for v in reads], tuple(to.argument(stage, v) for v in reads), out
+            program_name((stage, BEGIN)),
+            begin,
+            [self.arguments[v] for v in reads],
+            tuple(to.argument(stage, v) for v in reads),
+            out,
         )
         values, stacks, sums = lowered.out_info
         self.whole.update(((stage, v), a) for v, a in zip(whole, values, strict=True))
@@ -238,7 +248,8 @@ class _ProgramLowering:
             tuple(self.blocks[stage, v] for v in pass_.blocks),
             tuple(self.value_types[v] for v in pass_.reads),
         )
-        lowered = self._lower(run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,))
+        name = program_name((stage, kind))
+        lowered = self._lower(name, run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,))
         summed, parts, written = lowered.out_info
         self.value_types.update(zip(pass_.writes, written, strict=True))
         for total, carry, part in zip(pass_.totals, summed, parts, strict=True):
@@ -272,8 +283,9 @@ class _ProgramLowering:
             totals,
             tuple(self.value_types[v] for v in update.reads),
         )
+        name = program_name((update.stage, number))
         lowered = self._lower(
-            run, types, shardings, tuple(to.update_result(number, v) for v in update.writes), donate=(0,)
+            name, run, types, shardings, tuple(to.update_result(number, v) for v in update.writes), donate=(0,)
         )
         self.value_types.update(zip(update.writes, lowered.out_info, strict=True))
         return lowered
@@ -296,8 +308,17 @@ class _ProgramLowering:
         return finish(None, jnp.stack(accumulated)) if self.stacks(stage, total) else finish(accumulated, None)
 
     def _lower(
-        self, function: Callable[..., Any], types: Sequence[Any], shardings: Any, out: Any, donate: tuple[int, ...] = ()
+        self,
+        name: str,
+        function: Callable[..., Any],
+        types: Sequence[Any],
+        shardings: Any,
+        out: Any,
+        donate: tuple[int, ...] = (),
     ) -> Any:
+        function.__name__ = f"{self.prefix}{name}".replace(", ", "_").replace(
+            " ", "_"
+        )  # the compiled module has it, for profilers
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=out, donate_argnums=donate, keep_unused=True)
         traced = jitted.trace(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(types)))
         return traced.lower(lowering_platforms=(self.platform,) if self.platform else None)

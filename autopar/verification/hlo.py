@@ -28,10 +28,20 @@ from types import MappingProxyType
 from autopar import jax_compat
 from autopar.errors import MeshError
 from autopar.ir.collective import Collective
-from autopar.plans.comparison import Comparison, compare, group, group_size
+from autopar.plans.comparison import group_size
 from autopar.verification.replica_groups import communicating_axes
 
-__all__ = ["Comparison", "collectives", "compare", "group", "group_size", "last_tag", "unknown_trip_counts"]
+__all__ = [
+    "Comparison",
+    "Operation",
+    "collectives",
+    "compare",
+    "group",
+    "group_size",
+    "last_tag",
+    "operations",
+    "unknown_trip_counts",
+]
 
 # A broadcast costs a device as much as a permute: the buffer, once. XLA's only ragged exchange is the all-to-all.
 PASS_KINDS: Mapping[str, str] = MappingProxyType(
@@ -126,6 +136,47 @@ def collectives(
         pieces = _piece_bytes(at.instruction, group_size(axes, sizes)) if axes else ()
         emitted.extend(Collective(kind, axes, nbytes, at.count, at.op, at.source) for nbytes in pieces)
     return tuple(emitted)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An instruction of a compiled program, as a profiler names it.
+
+    Attributes:
+        kind: that of a collective, also where a fusion contains it; "" for computation.
+        runs: executions per run of the program if it begins a collective; 0 for all other instructions.
+        calls: it runs other computations, whose instructions have its time: a loop, a branch or a call.
+        op: tag of the planned operation, such as "op12"; "" if unknown.
+        source: source line of the user, "file.py:line"; "" if unknown.
+    """
+
+    kind: str
+    runs: int
+    calls: bool
+    op: str
+    source: str
+
+
+def operations(hlo_text: str) -> Mapping[str, Operation]:
+    """Every instruction of a compiled program by name; a collective in a fusion counts as that of the fusion."""
+    module = _module(hlo_text)
+    fused = {
+        c: i.name for body in module.instructions.values() for i in body if i.opcode == "fusion" for c in i.callees
+    }
+    runs: dict[str, int] = {}
+    kinds: dict[str, str] = {}
+    for at in _once_per_chain(_walk(module, {})):
+        name = fused.get(at.computation, at.instruction.name)
+        runs[name] = runs.get(name, 0) + at.count
+        kinds[name] = _kind(at.instruction, at.computation)
+    out: dict[str, Operation] = {}
+    for lines in module.lines.values():
+        for i in (_Instruction(*m.groups()) for line in lines if (m := _INSTRUCTION.match(line))):
+            kind = kinds.get(i.name) or PASS_KINDS.get(re.sub("-(start|done|update)$", "", i.opcode), "")
+            calls = i.opcode in ("while", "conditional", "call")
+            tag = last_tag(_quoted("op_name", i.rest))
+            out[i.name] = Operation(kind, runs.get(i.name, 0), calls, tag, _source(i.rest, module.frames))
+    return out
 
 
 def unknown_trip_counts(hlo_text: str) -> tuple[str, ...]:

@@ -16,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from autopar import zoo
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import Cluster
@@ -45,6 +48,19 @@ def load(
     if (layers, batch, seq) != (None, None, None):
         raise ArgumentError(f"layers, batch and seq change zoo models only, not {target!r}")
     return _from_file(Path(file), name)
+
+
+def arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with an array in place of each `ShapeDtypeStruct`: numbers of 1e-2, zeros, or equal keys."""
+    return jax.tree.map(_array, args)
+
+
+def _array(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.full(leaf.shape, 1e-2 if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0, leaf.dtype)
 
 
 def _functions(path: Path) -> str:

@@ -355,6 +355,28 @@ def test_trace_writes_a_timeline(autopar, tmp_path):
     assert json.loads(direct.read_text()) == json.loads(saved.read_text())
 
 
+def test_profile_measures_on_this_machine(autopar, tmp_path):
+    both = tmp_path / "both.trace"
+    status, out, err = autopar("profile", "mlp-toy", "--mesh", "2", "--steps", "1", "--output", both)
+    assert (status, err) == (0, f"written to {both}\n")
+    assert re.match(r"\S+ \S+ per step on 2 cpu devices, .* predicted; median of 1, ", out)
+    assert re.search(r"^communication +\S+ \S+ +\S+ \S+ ", out, re.M)
+    assert {
+        "name": "process_name",
+        "ph": "M",
+        "pid": 2,
+        "tid": 0,
+        "args": {"name": "device 1, measured"},
+    } in json.loads(both.read_text())["traceEvents"]
+    status, out, _ = autopar("profile", "mlp-toy", "--mesh", "2", "--stages", "2", "--steps", "2", "--json")
+    data = json.loads(out)
+    assert (status, data["devices"], len(data["step_times_s"])) == (0, 2, 2)
+    assert [row["what"] for row in data["kinds"]][:2] == ["forward, stage 0", "backward, stage 0"]
+    status, _, err = autopar("profile", "plan.json")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "has the plan and not its step" in err
+
+
 def test_the_version(autopar):
     status, out, err = autopar("--version")
     assert (status, err) == (0, "")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from autopar.errors import ArgumentError
 
 WIDTH = 110  # columns
 NO_WRAP = ("shape", "PartitionSpec", "times", "bytes sent")  # columns that are never broken over lines
@@ -54,3 +58,11 @@ def seconds(t: float) -> str:
         if t >= scale:
             return f"{t / scale:.3g} {unit}"
     return "0 s" if t == 0 else f"{t:.2g} s"
+
+
+def write_file(path: str | os.PathLike[str], text: str, failed: str) -> None:
+    """Write a file; ArgumentError, which says what failed, if it cannot be written."""
+    try:
+        Path(path).write_text(text)
+    except (OSError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{failed} {path!r}: {error}") from error

@@ -32,18 +32,23 @@ def trace_events(plan: PlanRecord) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _event(name: str, process: int, row: int, start: float, seconds: float, **args: Any) -> Event:
+def event(name: str, process: int, row: int, start: float, seconds: float, **args: Any) -> Event:
     """A complete event; `start` and `seconds` in s."""
     return {
         "name": name, "ph": "X", "pid": process, "tid": row, "ts": start * MICRO, "dur": seconds * MICRO, "args": args
     }  # fmt: skip
 
 
-def _named(process: int, name: str, rows: Sequence[str]) -> Iterator[Event]:
+def named(process: int, name: str, rows: Sequence[str]) -> Iterator[Event]:
     """Names of a process and its rows."""
     yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
     for row, text in enumerate(rows):
-        yield {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": {"name": text}}
+        yield named_row(process, row, text)
+
+
+def named_row(process: int, row: int, name: str) -> Event:
+    """The name of a row."""
+    return {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
 
 
 # Pipelines
@@ -73,15 +78,15 @@ def _pipeline(plan: PlanRecord) -> Iterator[Event]:
     for rank, instructions in enumerate(schedule.lists):
         devices = plan.ranks[rank][0].devices
         rows = {"step": STEP, "passes": WORK}
-        events = [_event("step", rank, STEP, 0.0, plan.step_time_s)]
+        events = [event("step", rank, STEP, 0.0, plan.step_time_s)]
         if before:
-            events.append(_event("first loop", rank, WORK, 0.0, before))
+            events.append(event("first loop", rank, WORK, 0.0, before))
         for i, start, end in zip(instructions, simulation.starts[rank], simulation.ends[rank], strict=True):
             if end > start:
                 row = rows.setdefault(_row(i, place), len(rows))
                 args = {"instruction": str(i), **_transferred(plan, i)}
-                events.append(_event(_words(i), rank, row, before + start, end - start, **args))
-        yield from _named(rank, f"rank {rank}: devices {first} to {first + devices - 1}", list(rows))
+                events.append(event(instruction_words(i), rank, row, before + start, end - start, **args))
+        yield from named(rank, f"rank {rank}: devices {first} to {first + devices - 1}", list(rows))
         yield from events
         first += devices
 
@@ -99,7 +104,8 @@ def _transferred(plan: PlanRecord, i: Instruction) -> Mapping[str, float]:
     return {"bytes": nbytes} if nbytes else {}
 
 
-def _words(i: Instruction) -> str:
+def instruction_words(i: Instruction) -> str:
+    """An instruction in words."""
     names = {"F": "forward", "B": "backward", "W": "weight gradients"}
     if i.op == "run":
         return f"{names[i.kind]}, stage {i.stage}, microbatch {i.microbatch}"
@@ -113,14 +119,14 @@ def _words(i: Instruction) -> str:
 
 def _one_mesh(plan: PlanRecord) -> Iterator[Event]:
     kinds = list(dict.fromkeys(row.kind for row in plan.spent))
-    yield from _named(0, f"each of {plan.stages[0].devices} devices", ("step", "phases", *kinds))
-    yield _event("step", 0, STEP, 0.0, plan.step_time_s)
+    yield from named(0, f"each of {plan.stages[0].devices} devices", ("step", "phases", *kinds))
+    yield event("step", 0, STEP, 0.0, plan.step_time_s)
     now = 0.0
     for phase in PHASES:
         begin = now
         for row in plan.spent:
             if row.phase == phase and row.seconds > 0:
-                yield _event(row.source or row.kind, 0, 2 + kinds.index(row.kind), now, row.seconds, phase=phase)
+                yield event(row.source or row.kind, 0, 2 + kinds.index(row.kind), now, row.seconds, phase=phase)
                 now += row.seconds
         if now > begin:
-            yield _event(phase or "rest", 0, WORK, begin, now - begin)
+            yield event(phase or "rest", 0, WORK, begin, now - begin)
