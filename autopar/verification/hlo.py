@@ -31,18 +31,6 @@ from autopar.ir.collective import Collective
 from autopar.plans.comparison import group_size
 from autopar.verification.replica_groups import communicating_axes
 
-__all__ = [
-    "Comparison",
-    "Operation",
-    "collectives",
-    "compare",
-    "group",
-    "group_size",
-    "last_tag",
-    "operations",
-    "unknown_trip_counts",
-]
-
 # A broadcast costs a device as much as a permute: the buffer, once. XLA's only ragged exchange is the all-to-all.
 PASS_KINDS: Mapping[str, str] = MappingProxyType(
     {
