@@ -51,7 +51,7 @@ from autopar.cli.options import (
 )
 from autopar.errors import AutoparError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(questions.app)
 app.add_typer(bench.app, name="bench")
 

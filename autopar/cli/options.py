@@ -11,13 +11,22 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from autopar.cli import completion
 from autopar.errors import ArgumentError
 
-Target = Annotated[str, typer.Argument(help="zoo name such as llama3-8b, or file.py:function")]
-TargetOrPlan = Annotated[
-    str, typer.Argument(help="zoo name such as llama3-8b, file.py:function, or for some commands a saved plan.json")
+Target = Annotated[
+    str, typer.Argument(help="zoo name such as llama3-8b, or file.py:function", autocompletion=completion.targets)
 ]
-ClusterName = Annotated[str | None, typer.Option("--cluster", help="preset, or a TOML file")]
+TargetOrPlan = Annotated[
+    str,
+    typer.Argument(
+        help="zoo name such as llama3-8b, file.py:function, or for some commands a saved plan.json",
+        autocompletion=completion.targets_and_plans,
+    ),
+]
+ClusterName = Annotated[
+    str | None, typer.Option("--cluster", help="preset, or a TOML file", autocompletion=completion.clusters)
+]
 Hosts = Annotated[int | None, typer.Option(help="number of hosts; default: what the mesh needs")]
 MeshSizes = Annotated[
     str | None, typer.Option("--mesh", help="axis sizes, such as 32,8; priced as dgx-h100 by default")
@@ -26,7 +35,7 @@ Layers = Annotated[int | None, typer.Option(help="layers of the model")]
 Batch = Annotated[int | None, typer.Option(help="global batch")]
 Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
 Dtype = Annotated[str | None, typer.Option(help="dtype of parameters and computation, such as bfloat16")]
-Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
+Solver = Annotated[str, typer.Option(help="auto, cbc or highs", autocompletion=completion.solvers)]
 Gap = Annotated[
     float | None, typer.Option(help="tolerance of the step, against the bound on all plans; default: 0.005, 0: a proof")
 ]
@@ -36,13 +45,33 @@ TimeLimit = Annotated[
 MemoryBudget = Annotated[
     str | None, typer.Option(help="bytes per device, as in 12GiB or 80%, or min; default: the device's memory")
 ]
-Remat = Annotated[str, typer.Option(help="what the backward pass computes again: auto, none, dots or full")]
+Remat = Annotated[
+    str,
+    typer.Option(
+        help="what the backward pass computes again: auto, none, dots or full", autocompletion=completion.remat
+    ),
+]
 Offload = Annotated[
-    str, typer.Option(help="optimizer state in the host's memory: auto (what memory forces there), none or all")
+    str,
+    typer.Option(
+        help="optimizer state in the host's memory: auto (what memory forces there), none or all",
+        autocompletion=completion.offload,
+    ),
 ]
 Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="parts of the batch, one after the other")]
-Stages = Annotated[str, typer.Option(help="parts of the model, side by side on submeshes: a number, search or auto")]
-ScheduleName = Annotated[str, typer.Option("--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...")]
+Stages = Annotated[
+    str,
+    typer.Option(
+        help="parts of the model, side by side on submeshes: a number, search or auto",
+        autocompletion=completion.stages,
+    ),
+]
+ScheduleName = Annotated[
+    str,
+    typer.Option(
+        "--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...", autocompletion=completion.schedules
+    ),
+]
 PerMicrobatch = Annotated[str | None, typer.Option(help="globs of what microbatches may compute each for itself")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a saved plan; default: plan afresh")]
 PinTexts = Annotated[
@@ -51,7 +80,11 @@ PinTexts = Annotated[
 ]
 StrategyTexts = Annotated[
     list[str] | None,
-    typer.Option("--pins", help="a strategy and its axis: data_parallel:x, zero1:x, fsdp:x, megatron:y; repeatable"),
+    typer.Option(
+        "--pins",
+        help="a strategy and its axis: data_parallel:x, zero1:x, fsdp:x, megatron:y; repeatable",
+        autocompletion=completion.strategies,
+    ),
 ]
 CorpusModule = Annotated[
     str | None, typer.Option("--corpus", help="module with PROGRAMS; default: tests.corpus.table of this checkout")
