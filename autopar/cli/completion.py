@@ -1,4 +1,4 @@
-"""What a shell offers for a half-written command line, once `autopar --install-completion` has told it to ask.
+"""Completion of a half-written command line in a shell, once `autopar --install-completion` has told it to ask.
 
 Each function takes what is written so far and returns what may follow. Modules that take long to import are imported
 when they are asked.
