@@ -18,7 +18,7 @@ from autopar.codegen.start_indices import clamp_start_indices
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, spec
-from autopar.rules import SHARD_MAPPED
+from autopar.rules import SHARD_MAPPED, pallas
 
 
 @dataclass(eq=False)
@@ -288,18 +288,25 @@ def _with_nan(op: Op, operand: Any, extremum: Any) -> Any:
 
 
 def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Binds an operation with sharded results per device, in `jax.shard_map`; XLA would gather the operands."""
+    """Binds an operation per device, in `jax.shard_map`.
+
+    XLA would gather the operands. It cannot partition a Pallas kernel: that runs per device even if it is not cut. The
+    local call of a kernel with a rule of the user's is not known; it is left to XLA.
+    """
     unsharded, names = replicated(len(context.names)), context.names
     operand_layouts = [context.read_layout(atom, f"{op.tag}.in{k}") for k, atom in enumerate(op.inputs)]
     result_layouts = [context.unreduced(op, position, ()) for position in range(len(op.outputs))]
-    bind = partial(jax_compat.bind, op.equation)
-    if all(layout == unsharded for layout in result_layouts):
+    bind: Callable[[Sequence[Any]], Sequence[Any]] = partial(jax_compat.bind, op.equation)
+    is_kernel, of_user = op.name == "pallas_call", context.rules[op.signature].origin == "user"
+    if (of_user and is_kernel) or (not is_kernel and all(layout == unsharded for layout in result_layouts)):
         return bind
     ranks = [context.graph.type_of(atom).rank for atom in op.inputs]
     in_specs = tuple(spec(layout, rank, names) for layout, rank in zip(operand_layouts, ranks, strict=True))
-    out_specs = tuple(
-        spec(layout, context.graph.types[v].rank, names) for layout, v in zip(result_layouts, op.outputs, strict=True)
-    )
+    types = [context.graph.types[v] for v in op.outputs]
+    out_specs = tuple(spec(layout, t.rank, names) for layout, t in zip(result_layouts, types, strict=True))
+    if is_kernel:
+        parts = [_part(context, t.shape, layout) for layout, t in zip(result_layouts, types, strict=True)]
+        bind = partial(pallas.bind_part, op.equation, parts)
     local = jax.shard_map(
         lambda *shards: tuple(bind(shards)),
         mesh=context.mesh,
@@ -308,6 +315,15 @@ def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequenc
         check_vma=False,
     )
     return lambda operands: local(*operands)
+
+
+def _part(context: Context, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """The shape of a device's part of an array that is cut evenly."""
+    part = list(shape)
+    for name, dim in zip(context.names, layout, strict=True):
+        if dim >= 0:
+            part[dim] //= context.mesh.shape[name]
+    return tuple(part)
 
 
 def _move_first_behind(count: int, rank: int) -> tuple[int, ...]:

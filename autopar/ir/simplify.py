@@ -1,7 +1,7 @@
 """Equal programs without what XLA removes.
 
-    dead code       equations that no result needs (JAX's own elimination), and carries of a `while` that only the loop
-                    itself reads
+    dead code       equations that no result needs (JAX's own elimination, which keeps kernels; these too), and carries
+                    of a `while` that only the loop itself reads
     cond            with a constant index: a call of the branch that it takes
     linear solve    a call of the solver; its other functions are for differentiation
 
@@ -39,10 +39,22 @@ def simplified(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _smaller(jaxpr: Any) -> Any | None:
-    """A jaxpr in which no loop, at any depth, has a dead carry and no `cond` a constant index; None if that is so."""
+    """A jaxpr without dead kernels and carries, and without a `cond` of a constant index, at any depth.
+
+    None if it has none of these.
+    """
     read = {id(v) for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))}
-    changed = {i: e for i, e in enumerate(_smaller_equation(e, read) for e in jaxpr.eqns) if e is not None}
-    return jaxpr.replace(eqns=[changed.get(i, e) for i, e in enumerate(jaxpr.eqns)]) if changed else None
+    alive = [e for e in jaxpr.eqns if not _is_dead_kernel(e, read)]
+    changed = {i: e for i, e in enumerate(_smaller_equation(e, read) for e in alive) if e is not None}
+    if not changed and len(alive) == len(jaxpr.eqns):
+        return None
+    return jaxpr.replace(eqns=[changed.get(i, e) for i, e in enumerate(alive)])
+
+
+def _is_dead_kernel(equation: jex.JaxprEqn, read: set[int]) -> bool:
+    """Whether it is a kernel whose results nothing reads."""
+    is_kernel = equation.primitive.name in KERNEL_CALLS and not equation.effects
+    return is_kernel and not any(id(v) in read for v in equation.outvars)
 
 
 def _smaller_equation(equation: jex.JaxprEqn, read: set[int]) -> jex.JaxprEqn | None:

@@ -208,13 +208,14 @@ def _notes(
 
 def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
     """A note per kind of operation whose rule allows no dimension to be cut, with the reason."""
-    whole: dict[str, tuple[int, str]] = {}
+    whole: dict[tuple[str, str], tuple[int, str]] = {}
     for c in grouping.groups:
         if c.op >= 0 and graph.types[c.value].size > 1 and not grouping.rules[graph.by_index[c.op].signature].free:
             op = graph.by_index[c.op]
-            count, line = whole.get(op.name, (0, op.source))
-            whole[op.name] = (count + 1, line)
-    return [f"{name} runs replicated ({n} times, first at {line}): {reason(name)}" for name, (n, line) in whole.items()]
+            key = op.name, reason(op)
+            count, line = whole.get(key, (0, op.source))
+            whole[key] = (count + 1, line)
+    return [f"{name} runs replicated ({n} times, first at {line}): {why}" for (name, why), (n, line) in whole.items()]
 
 
 def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:

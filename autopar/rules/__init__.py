@@ -1,8 +1,8 @@
 """Sharding rules: which dimensions of an operation may be sharded, and which of them leave partial sums.
 
-Sources, in order: rules that the user registered; a few of autopar's own (`own.OWN_RULES`); Shardy's
-(`shardy.read_rules`, all operations of a program lowered together). Any other operation gets the rule in which every
-dimension needs replication, so that it runs replicated and correctly.
+Sources, in order: rules that the user registered; a few of autopar's own (`own.OWN_RULES`); rules derived from Pallas
+kernels (`pallas.rule`); Shardy's (`shardy.read_rules`, all operations of a program lowered together). Any other
+operation gets the rule in which every dimension needs replication, so that it runs replicated and correctly.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from autopar import jax_compat, parallel_map
 from autopar.errors import RuleError
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.op_sets import CALLBACKS, KERNEL_CALLS, LOGICAL_REDUCTIONS, NUMERIC_REDUCTIONS, PRODUCTS
+from autopar.rules import pallas
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.rules.registry import registered_rules
@@ -167,6 +168,8 @@ def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str]) ->
         return _parse_registered(name, registered[name], op, operands, results)
     if op.name in OWN_RULES:
         return parse(OWN_RULES[op.name](operands, results, op.params), operands, results, "autopar")
+    if op.name == "pallas_call":
+        return pallas.rule(op.params, operands, results)
     opaque = op.name in OPAQUE or op.equation.effects or _is_gathered(graph, op)
     return replicated_rule(operands, results) if opaque else None
 

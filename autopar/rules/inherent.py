@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from autopar.ir.graph import Op
 from autopar.ir.op_sets import (
     CALLBACKS,
     CUMULATIVE_REDUCTIONS,
@@ -21,6 +22,7 @@ from autopar.ir.op_sets import (
     SLICES,
     WINDOW_REDUCTIONS,
 )
+from autopar.rules import pallas
 
 UNKNOWN = "no rule says how it may be cut; autopar.register_rule adds one"
 
@@ -48,6 +50,8 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
 REASONS: Mapping[str, str] = MappingProxyType({name: reason for reason, names in _GROUPS.items() for name in names})
 
 
-def reason(operation: str) -> str:
+def reason(operation: Op) -> str:
     """Why an operation that cannot be sharded runs replicated."""
-    return REASONS.get(operation, UNKNOWN)
+    if operation.name == "pallas_call":
+        return f"{pallas.obstacles(operation.params)}; autopar.register_rule adds a rule"
+    return REASONS.get(operation.name, UNKNOWN)

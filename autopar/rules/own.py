@@ -101,5 +101,6 @@ OWN_RULES: Mapping[str, Callable[[Shapes, Shapes, Params], str]] = {
     "top_k": _top_k,
 }
 
-#: Operations that are emitted under `jax.shard_map`, on each device's shards; none of their parameters is a shape.
-SHARD_MAPPED = ("fft", "top_k", "igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
+#: Operations that are emitted under `jax.shard_map`, on each device's shards. Of their parameters only those of kernels
+#: are shapes (`autopar.rules.pallas`).
+SHARD_MAPPED = ("pallas_call", "fft", "top_k", "igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
