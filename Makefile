@@ -21,13 +21,16 @@ export AUTOPAR_TEST_JAX_CACHE ?= $(CURDIR)/.cache/jax
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo plan test core goldens bench lint format docs ci clean
+.PHONY: help demo examples plan test core goldens bench lint format docs ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
 demo: $(VENV)/.installed-base ## train a byte-level GPT on 8 virtual devices (SIZE=10M for a larger one)
 	@$(BIN)/python examples/train_gpt.py $(SIZE)
+
+examples: $(VENV)/.installed-examples ## run every example at toy size; each ends with its own checks
+	@for file in examples/*.py; do echo "=== $$file"; $(BIN)/python $$file toy; done
 
 plan: $(VENV)/.installed-base ## plan a model: TARGET=llama3-8b ARGS="--cluster dgx-h100 --mesh 32,8"
 	@$(BIN)/autopar plan $(TARGET) $(ARGS)

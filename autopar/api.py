@@ -165,7 +165,8 @@ def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Che
         The comparison. A difference raises no error; see `Check.ok` and `Check.raise_if_different`.
 
     Raises:
-        ArgumentError: an argument has no value, or the step does not fit one device even with one example.
+        ArgumentError: an argument has no value, or the step does not fit one device even with one example, or it
+            names devices of its own, by a `NamedSharding` or `shard_map`.
     """
     step, args, own = written(fn, args)
     chosen = own if own is not None and not options else settings(options)

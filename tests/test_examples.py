@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -11,9 +12,54 @@ pytestmark = pytest.mark.core
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
+LEARNT = r"loss of the last steps \d\.\d\d nats, unigram entropy \d\.\d\d: ok"
+EQUAL = r"3 parallel steps equal the single-device run: loss within \d\.\de-\d\d \(allowed 1e-05\): ok"
+
+#: Example -> patterns of its last lines.
+LAST_LINES = {
+    "finetune_lora": (
+        r"held-out loss on English \d\.\d\d nats, \d\.\d\d before fine-tuning: ok",
+        r"devices sum \d+ kB a step; the base's gradients are 532 kB: ok",
+        EQUAL,
+    ),
+    "pipelined_inference": (
+        r"8 layers in 4 stages: a device stores at most 2\d% of the weights: ok",
+        r"the pipeline equals the single-device run: probabilities within \S+ of the largest \(allowed 1e-05\): ok",
+    ),
+    "train_digits": (r"accuracy on 360 held-out images 9\d\.\d% \(needed 95%\): ok", EQUAL),
+    "train_llama_nnx": (LEARNT, EQUAL),
+    "train_moe_equinox": (
+        LEARNT,
+        r"the busiest expert gets \d\.\d times an even share of the tokens: ok",
+        EQUAL,
+    ),
+}
+
 
 def test_every_example_is_tested_here() -> None:
-    assert [path.stem for path in sorted(EXAMPLES.glob("*.py"))] == ["train_gpt"]
+    names = ["train_gpt", *LAST_LINES]
+    assert [path.stem for path in sorted(EXAMPLES.glob("*.py"))] == sorted(names)
+
+
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_example_passes_its_own_checks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_module(f"examples.{name}").main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(("Plan for 8 devices, mesh ", "base: loss "))
+    for line, pattern in zip(lines[-len(LAST_LINES[name]) :], LAST_LINES[name], strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_pipelined_inference_reports_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = import_module("examples.pipelined_inference")
+    monkeypatch.setattr(example, "TOLERANCE", -1.0)
+    assert example.main() == 1
+    stored, equality = capsys.readouterr().out.splitlines()[-2:]
+    assert stored.endswith(": ok")
+    assert equality.startswith("the pipeline equals")
+    assert equality.endswith(": FAILED")
 
 
 def test_train_gpt_learns_and_equals_the_single_device_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,9 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     Raises:
         ArgumentError: an argument leaf is neither an array nor a number.
         PinError: arguments are on different Explicit meshes.
-        TraceError: the function has ordered side effects, leaks tracers, branches on traced values, changes an
-            argument such that the change is lost, or returns something that is not an array.
+        TraceError: the function has ordered side effects, leaks tracers, branches on traced values, uses an axis name
+            that is not bound, changes an argument such that the change is lost, or returns something that is not an
+            array.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     names = _argument_names(fn, len(args), static_argnums)
@@ -181,6 +182,14 @@ def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) ->
         raise TraceError(
             f"{name} uses a traced value that was kept from an earlier trace{_user_line(error)}. "
             "Return it from the function that computes it, and pass it as an argument."
+        ) from error
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise TraceError(
+            f"{name} communicates over a named axis that is not there{_user_line(error)}: {str(error).split('. ')[0]}. "
+            "Remove pmean, psum and their like: the step computes the whole batch. Or call them inside jax.shard_map "
+            "or jax.vmap."
         ) from error
     except jax_compat.SHARDING_TYPE_ERROR as error:
         raise TraceError(

@@ -188,7 +188,8 @@ class PlanRecord:
             A tree of the same structure; without `tree`, a dict from paths of argument leaves.
 
         Raises:
-            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one.
+            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one, or those of
+                several arguments with different shardings.
         """
         specs = self.in_specs()
         if tree is None:
@@ -206,17 +207,30 @@ class PlanRecord:
             tree: the tuple of arguments, or one of them.
 
         Raises:
-            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one.
+            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one, or those of
+                several arguments with different shardings.
         """
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(tree)]
         count = len(self.input_shapes)
-        for start in range(count - len(shapes) + 1):
-            if list(self.input_shapes[start : start + len(shapes)]) == shapes:
-                return range(start, start + len(shapes))
-        raise ArgumentError(
-            f"no argument of the planned function has the {len(shapes)} leaves given; "
-            f"it has {count}: {', '.join(self.input_paths[:8])}{', ...' if count > 8 else ''}"
-        )
+        starts = [i for i in range(count - len(shapes) + 1) if list(self.input_shapes[i : i + len(shapes)]) == shapes]
+        if not starts:
+            raise ArgumentError(
+                f"no argument of the planned function has the {len(shapes)} leaves given; "
+                f"it has {count}: {', '.join(self.input_paths[:8])}{', ...' if count > 8 else ''}"
+            )
+        matches = [range(start, start + len(shapes)) for start in starts]
+        other = next((match for match in matches if self._placed(match) != self._placed(matches[0])), None)
+        if other is not None:
+            first, second = (self.input_paths[match.start] for match in (matches[0], other))
+            raise ArgumentError(
+                f"the shapes of the {len(shapes)} leaves given are those from '{first}' on and those from '{second}' "
+                "on, which are sharded differently. Pass the tuple of all arguments, or take shardings() by path"
+            )
+        return matches[0]
+
+    def _placed(self, positions: range) -> list[Any]:
+        """Layouts of argument leaves, and the stages that store them."""
+        return [(self.inputs[i], [i in stage.arguments for stage in self.stages]) for i in positions]
 
     def sent(self) -> Sequence[tuple[Collective, float]]:
         """Every collective with the bytes that a device sends for it per step; in a pipeline those inside stages."""

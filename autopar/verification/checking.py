@@ -17,6 +17,7 @@ If the step does not fit the memory of one device, its batch is halved until it 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -230,7 +231,17 @@ def _compile_single(
     avals = [jax.typeof(x) for x in leaves]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type) for a in avals]
     with _one_device_mesh(device):
-        return SingleDevice(device, jax.jit(flat).lower(*shapes).compile())
+        try:
+            return SingleDevice(device, jax.jit(flat).lower(*shapes).compile())
+        except ValueError as error:
+            fixed = re.search(r"(\w+) inside jit with device ids .* at \S*?([\w.-]+:\d+)", str(error))
+            if fixed is None:
+                raise
+            raise ArgumentError(
+                f"{name_of(fn)} is fixed to the devices of a mesh by a {fixed[1]} at {fixed[2]}: as it is written, it "
+                "does not run on one device. A constraint that is a PartitionSpec without the mesh does, with the "
+                "check under jax.set_mesh(mesh)"
+            ) from error
 
 
 def _fit_one_device(

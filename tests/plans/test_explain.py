@@ -233,6 +233,13 @@ def test_a_notebook_shows_the_text(plan):
         assert html.escape(str(value)) in shown
 
 
+def test_tables_are_text_in_a_kernel_of_jupyter_too(plan, monkeypatch):
+    expected = str(plan.time())
+    assert "compute" in expected
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # then rich displays tables by itself
+    assert str(plan.time()) == expected
+
+
 # Hints
 
 

@@ -67,6 +67,17 @@ def test_shardings_in_the_shape_of_a_tree(plan: Plan) -> None:
         plan.shardings([array(3), array(4)])
 
 
+def test_shardings_of_equal_shapes_that_differ_are_ambiguous() -> None:
+    def track(online, target, x):
+        return online - x.mean() * online, 0.9 * target + 0.1 * online
+
+    w, pins = array(32, 32), {"online": P("model"), "target": P()}
+    plan = autopar.plan(track, w, w, array(16, 32), mesh={"model": 4}, pins=pins)
+    assert plan.shardings((w, w, array(16, 32)))[:2] == (P("model"), P())
+    with pytest.raises(ArgumentError, match=r"1 leaves given are those from 'online' on and those from 'target' on"):
+        plan.shardings(w)
+
+
 def test_collectives_have_kinds_bytes_and_lines(plan: Plan) -> None:
     sums = [(c.kind, c.axes, c.bytes) for c in plan.collectives if c.kind == "all-reduce" and c.bytes > 64]
     half, rows = 32 * 8 * 4 // 4, 16 * 8 * 4 // 2

@@ -520,6 +520,12 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         TraceError,
         r"step sets the attribute 'count' of 'self' \(Counter\), which happens once, while it is traced, .*",
     ),
+    (
+        "a mean over the axis of pmap",
+        lambda: planned(lambda x: jax.lax.pmean(x, "devices"), (X,)),
+        TraceError,
+        rf"<lambda> communicates over a named axis that is not there at {LINE}: .*: devices\. Remove pmean, .*",
+    ),
     # Arguments that are no arrays
     (
         "a set among the arrays",

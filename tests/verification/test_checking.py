@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.api import parallelize
@@ -114,6 +114,24 @@ def test_inside_a_mesh_that_the_user_has_set(kind: AxisType) -> None:
 
 def small(memory: int) -> Cluster:
     return Cluster.custom((8,), 1e-6, 1e-10, {"float32": 1e12}, 1e11, memory)
+
+
+def test_a_step_that_names_its_devices_has_no_run_on_one() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def on_mesh(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, PartitionSpec("x")))
+
+    args = jnp.ones((8, 8)), jnp.ones((16, 8))
+    with pytest.raises(
+        ArgumentError, match=r"on_mesh is fixed .* by a sharding_constraint at test_checking\.py:\d+: as"
+    ):
+        autopar.check(on_mesh, *args, mesh=mesh)
+    with jax.set_mesh(mesh):  # as the message says
+        by_name = autopar.check(
+            lambda w, x: jax.lax.with_sharding_constraint(x @ w, PartitionSpec("x")), *args, mesh=mesh
+        )
+    assert by_name.ok
 
 
 def test_a_step_too_large_for_one_device_is_compared_on_a_smaller_batch() -> None:

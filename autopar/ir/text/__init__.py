@@ -28,7 +28,15 @@ def table(title: str, heads: Sequence[str], rows: Rows) -> str:
     for row in rows:
         grid.add_row(*row)
     out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False)
+    console = Console(
+        file=out,
+        width=WIDTH,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        highlight=False,
+        markup=False,
+    )
     console.print(grid)
     return "\n".join(["", *(line.rstrip() for line in out.getvalue().rstrip().splitlines())])
 
