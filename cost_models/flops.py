@@ -1,6 +1,7 @@
 """FLOPs of products: of one operation, loops as often as they run, and of a whole program.
 
-Products are matrix products and convolutions, what the usual formulas for transformers count; `flops` has the figures.
+Products are matrix products and convolutions, those in kernels too: what the usual formulas for transformers count.
+`flops` has the figures.
 """
 
 from __future__ import annotations
@@ -8,24 +9,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.cost_models.compute import conv_flops, dot_flops
+from autopar.cost_models.kernels import kernel_flops
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
 from autopar.ir.op_sets import PRODUCTS
 
 
 def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
-    """Floating-point operations of one execution: exact for dot and conv, one per element otherwise."""
+    """Floating-point operations of one execution: exact for dot and conv, one per element otherwise.
+
+    Of a Pallas kernel at least those of its products.
+    """
     if op.name == "dot_general":
         return float(dot_flops(op.params["dimension_numbers"], operands[0].shape, operands[1].shape))
     if op.name == "conv_general_dilated":
         names = ("dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation", "batch_group_count")
         return float(conv_flops(operands[0].shape, operands[1].shape, **{n: op.params[n] for n in names}))
-    return float(max([t.size for t in (*operands, *results)], default=0))
+    elements = float(max([t.size for t in (*operands, *results)], default=0))
+    return max(elements, kernel_flops(op.params)) if op.name == "pallas_call" else elements
+
+
+def computing_dtype(op: Op, operands: Sequence[Type]) -> str:
+    """The dtype that determines the peak rate: that of the first operand, of a Pallas kernel that of the largest."""
+    return (max(operands, key=lambda t: t.size) if op.name == "pallas_call" else operands[0]).dtype
 
 
 def work(graph: Graph, op: Op) -> float:
     """FLOPs of one operation on whole values."""
     if op.regions:
         return (op.trips or UNKNOWN_TRIPS) * sum(work(graph, inner) for region in op.regions for inner in region.ops)
+    if op.name == "pallas_call":
+        return kernel_flops(op.params)
     if op.name not in PRODUCTS:
         return 0.0
     return flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
@@ -40,7 +53,7 @@ def main_dtype(graph: Graph) -> str:
     """The dtype that most FLOPs are done in; float32 where there are none. Ties go to the first by name."""
     done: dict[str, float] = {}
     for op in graph.walk():
-        if op.name in PRODUCTS:
-            dtype = graph.type_of(op.inputs[0]).dtype
+        if op.name in (*PRODUCTS, "pallas_call"):
+            dtype = computing_dtype(op, [graph.type_of(a) for a in op.inputs])
             done[dtype] = done.get(dtype, 0.0) + work(graph, op)
     return max(sorted(done), key=lambda d: done[d]) if done else "float32"

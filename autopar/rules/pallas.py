@@ -229,26 +229,26 @@ class _Initialisation:
 
     at_start: frozenset[int]
 
-    def run(self, jaxpr: Any, scratch: Mapping[Any, int], known: dict[Any, Any], written: set[int]) -> bool:
+    def run(self, jaxpr: Any, scratch: Mapping[Any, int], scalars: dict[Any, Any], written: set[int]) -> bool:
         """Follow a jaxpr; False if it may read a buffer that is not written.
 
         Args:
             jaxpr: what runs.
             scratch: its variables that are scratch buffers.
-            known: its scalars with known values; added to.
+            scalars: its scalars with scalars values; added to.
             written: buffers that are overwritten so far; added to.
         """
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars}
-        return all(self._equation(equation, scratch, known, written, used) for equation in jaxpr.eqns)
+        return all(self._equation(equation, scratch, scalars, written, used) for equation in jaxpr.eqns)
 
     def _equation(
-        self, equation: Any, scratch: Mapping[Any, int], known: dict[Any, Any], written: set[int], used: set[int]
+        self, equation: Any, scratch: Mapping[Any, int], scalars: dict[Any, Any], written: set[int], used: set[int]
     ) -> bool:
         name, operands = equation.primitive.name, equation.invars
         buffers = [scratch.get(atom) if not isinstance(atom, jex.Literal) else None for atom in operands]
-        values = [self._value(atom, known) for atom in operands]
+        values = [self._value(atom, scalars) for atom in operands]
         if name == "program_id" and equation.params["axis"] in self.at_start:
-            known[equation.outvars[0]] = 0
+            scalars[equation.outvars[0]] = 0
         elif name == "cond":
             return self._branches(equation, buffers, values, written)
         elif (inner := _called(equation)) is not None:
@@ -260,19 +260,19 @@ class _Initialisation:
         elif any(buffer is not None and buffer not in written for buffer in buffers):
             return False
         elif name in _SCALAR and all(value is not None for value in values):
-            known[equation.outvars[0]] = _SCALAR[name](*values)
+            scalars[equation.outvars[0]] = _SCALAR[name](*values)
         return True
 
     @staticmethod
-    def _value(atom: Any, known: Mapping[Any, Any]) -> Any:
+    def _value(atom: Any, scalars: Mapping[Any, Any]) -> Any:
         if not isinstance(atom, jex.Literal):
-            return known.get(atom)
+            return scalars.get(atom)
         return atom.val if np.ndim(atom.val) == 0 else None
 
     def _call(self, jaxpr: Any, buffers: Sequence[int | None], values: Sequence[Any], written: set[int]) -> bool:
         scratch = {v: buffer for v, buffer in zip(jaxpr.invars, buffers, strict=True) if buffer is not None}
-        known = {v: value for v, value in zip(jaxpr.invars, values, strict=True) if value is not None}
-        return self.run(jaxpr, scratch, known, written)
+        scalars = {v: value for v, value in zip(jaxpr.invars, values, strict=True) if value is not None}
+        return self.run(jaxpr, scratch, scalars, written)
 
     def _branches(self, equation: Any, buffers: Sequence[int | None], values: Sequence[Any], written: set[int]) -> bool:
         branches = [getattr(branch, "jaxpr", branch) for branch in equation.params["branches"]]
@@ -313,7 +313,7 @@ def rule(params: Params, operands: Sequence[Shape], results: Sequence[Shape]) ->
 def obstacles(params: Params) -> str:
     """Why no axis of a kernel's grid is cut, in words."""
     if params["grid_mapping"].num_dynamic_grid_bounds:
-        return "its grid is known at run time only"
+        return "its grid is scalars at run time only"
     axes = [(i, axis) for i, axis in enumerate(grid_axes(params)) if axis.size > 1]
     reasons = "; ".join(f"grid axis {i}: {axis.obstacle}" for i, axis in axes if axis.obstacle)
     return reasons or "its grid has a single point"

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
-from autopar.cost_models.flops import flops
+from autopar.cost_models.flops import computing_dtype, flops
 from autopar.cost_models.reductions import combines
 from autopar.cost_models.sharding.groups import FREE, WHOLE, Binding, Charge, Grouping, OpGroup, projection
 from autopar.cost_models.sharding.strategies import StrategySet
@@ -339,7 +339,7 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     """The strategies of an operation that has its own, as number `index` of the strategy sets."""
     operands = tuple(b.graph.type_of(a) for a in op.inputs)
     results = tuple(b.graph.types[v] for v in op.outputs)
-    dtype = operands[0].dtype if operands else results[0].dtype
+    dtype = computing_dtype(op, operands) if operands else results[0].dtype
     defers = op.index in b.deferral.products
     even = rule.free if op.name in SHARD_MAPPED else _even(rule) if op.name in WINDOWED else ()
     linear_sum, product = op.name in SUMS, op.name in PRODUCTS
