@@ -235,7 +235,7 @@ class _Initialisation:
         Args:
             jaxpr: what runs.
             scratch: its variables that are scratch buffers.
-            scalars: its scalars with scalars values; added to.
+            scalars: its scalars whose values are fixed; added to.
             written: buffers that are overwritten so far; added to.
         """
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars}
@@ -313,7 +313,7 @@ def rule(params: Params, operands: Sequence[Shape], results: Sequence[Shape]) ->
 def obstacles(params: Params) -> str:
     """Why no axis of a kernel's grid is cut, in words."""
     if params["grid_mapping"].num_dynamic_grid_bounds:
-        return "its grid is scalars at run time only"
+        return "its grid is known at run time only"
     axes = [(i, axis) for i, axis in enumerate(grid_axes(params)) if axis.size > 1]
     reasons = "; ".join(f"grid axis {i}: {axis.obstacle}" for i, axis in axes if axis.obstacle)
     return reasons or "its grid has a single point"
