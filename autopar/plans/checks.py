@@ -115,11 +115,15 @@ def _forms(plan: PlanRecord) -> Complaints:
         for form in shares:
             if form not in FORMS:
                 yield FieldError(f"one of {', '.join(FORMS)}", shown(form), f"forms[{axis!r}]")
+    for axis in plan.read_in_parts:
+        if axis not in plan.forms:
+            yield FieldError(f"axes of forms, {', '.join(plan.forms)}", shown(axis), "read_in_parts")
 
 
 def _positions(plan: PlanRecord) -> Complaints:
     count = len(plan.input_paths)
     fields = {name: getattr(plan, name) for name in ("donated", "offloaded", "batch")}
+    fields |= {f"read_in_parts[{axis!r}]": positions for axis, positions in plan.read_in_parts.items()}
     fields |= {f"stages[{i}].arguments": stage.arguments for i, stage in enumerate(plan.stages)}
     for name, positions in fields.items():
         if len(set(positions)) < len(positions) or any(i >= count for i in positions):
