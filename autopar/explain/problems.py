@@ -9,8 +9,9 @@ A layout whose best plan does not fit into memory is solved again within the bud
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from autopar.cost_models import offload
 from autopar.cost_models.compiler.backends import backend_of
@@ -50,7 +51,7 @@ class Subject:
         graph: the program.
         mesh: the mesh of the step, or of the stage.
         values: position of an argument leaf of the step -> its value in `graph`.
-        memory: the memory of its plans.
+        make_memory: makes the memory of its plans, which exact prices alone need.
         limit: bytes per device that a plan may use; inf: any.
         solver: of the user's options.
     """
@@ -61,9 +62,14 @@ class Subject:
     graph: Graph
     mesh: LogicalMesh
     values: Mapping[int, int]
-    memory: RowSource
+    make_memory: Callable[[], RowSource]
     limit: float
     solver: str
+
+    @cached_property
+    def memory(self) -> RowSource:
+        """The memory of its plans."""
+        return self.make_memory()
 
     def local_bytes(self, value: int, layout: Layout) -> int:
         """Bytes of a value on a device."""
@@ -96,7 +102,7 @@ def whole_step(step: PlannedStep, settings: Settings, batch: tuple[int, ...] | N
     model = offload.priced(model, graph, mesh, plan.offloaded)
     backend = backend_of(mesh.device)
     backend = replace(backend, keeps_barriers=True) if plan.remat else backend
-    memory = Liveness(graph, model, mesh, backend, plan.donated, plan.offloaded)
+    memory = partial(Liveness, graph, model, mesh, backend, plan.donated, plan.offloaded)
     alternatives = Alternatives(model, plan.step_time_s)
     values, limit = dict(enumerate(graph.inputs)), _limit(step, settings)
     return Subject("step", plan.step_time_s, alternatives, graph, mesh, values, memory, limit, settings.solver)
@@ -119,8 +125,18 @@ def of_stage(step: PlannedStep, settings: Settings, number: int, fixed: Sequence
     busy = math.fsum(stage.busy(step.plan.num_microbatches).values())
     beside = [s for s in step.plan.stages if s.rank == stage.rank and s is not stage]
     limit = _limit(step, settings) - sum(s.peak_memory_bytes for s in beside)
-    memory, alternatives = problem.liveness.rows(pipeline.in_flight(number)), Alternatives(problem.model, busy)
-    return Subject(stage.name, busy, alternatives, graph.graph, mesh, values, memory, limit, settings.solver)
+    in_flight, alternatives = pipeline.in_flight(number), Alternatives(problem.model, busy)
+    return Subject(
+        stage.name,
+        busy,
+        alternatives,
+        graph.graph,
+        mesh,
+        values,
+        lambda: problem.liveness.rows(in_flight),
+        limit,
+        settings.solver,
+    )
 
 
 def _boundary(graph: StageGraph, stage: Stage, batch: Collection[int]) -> tuple[dict[int, Layout], dict[int, Layout]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import ArgumentError, GraphError, MicrobatchError, PlanMismatchError, ScheduleError
@@ -115,11 +116,15 @@ def _forms(plan: PlanRecord) -> Complaints:
         for form in shares:
             if form not in FORMS:
                 yield FieldError(f"one of {', '.join(FORMS)}", shown(form), f"forms[{axis!r}]")
+    for axis in plan.read_in_parts:
+        if axis not in plan.forms:
+            yield FieldError(f"axes of forms, {', '.join(plan.forms)}", shown(axis), "read_in_parts")
 
 
 def _positions(plan: PlanRecord) -> Complaints:
     count = len(plan.input_paths)
     fields = {name: getattr(plan, name) for name in ("donated", "offloaded", "batch")}
+    fields |= {f"read_in_parts[{axis!r}]": positions for axis, positions in plan.read_in_parts.items()}
     fields |= {f"stages[{i}].arguments": stage.arguments for i, stage in enumerate(plan.stages)}
     for name, positions in fields.items():
         if len(set(positions)) < len(positions) or any(i >= count for i in positions):
@@ -188,30 +193,39 @@ def _layouts(plan: PlanRecord) -> Complaints:
     axes = len(plan.mesh_names)
     for i, stage in enumerate(plan.stages):
         for name in ("values", "uses", "copies"):
-            for key, layout in getattr(stage, name).items():
+            layouts: Mapping[int | str, Layout] = getattr(stage, name)
+            if {axes}.issuperset(map(len, layouts.values())):
+                continue
+            for key, layout in layouts.items():
                 if len(layout) != axes:
                     yield FieldError(f"a layout of {axes} mesh axes", shown(layout), f"stages[{i}].{name}[{key!r}]")
 
 
 def _leaf_layouts(plan: PlanRecord) -> Complaints:
     """Arguments and results are cut evenly, over the submesh of the stage that holds them; none is partial."""
-    holder = {position: stage for stage in reversed(plan.stages) for position in stage.arguments}
+    holder: dict[int, tuple[int, ...]] = {}
+    for stage in reversed(plan.stages):
+        holder.update(dict.fromkeys(stage.arguments, _sizes(plan, stage)))
+    elsewhere = _sizes(plan, plan.stages[0])
     for i, (layout, shape) in enumerate(zip(plan.inputs, plan.input_shapes, strict=True)):
-        yield from _even(f"inputs[{i}]", layout, shape, _sizes(plan, holder.get(i, plan.stages[0])))
+        yield from _even(f"inputs[{i}]", layout, shape, holder.get(i, elsewhere))
     for i, (layout, shape) in enumerate(zip(plan.outputs, plan.output_shapes, strict=True)):
         if not plan.pipelined:  # else they are those of the state
             yield from _even(f"outputs[{i}]", layout, shape, plan.mesh_sizes)
 
 
-def _sizes(plan: PlanRecord, stage: Stage) -> Sequence[int]:
-    return [stage.submesh[name] for name in plan.mesh_names]
+def _sizes(plan: PlanRecord, stage: Stage) -> tuple[int, ...]:
+    return tuple(stage.submesh[name] for name in plan.mesh_names)
 
 
-def _even(field: str, layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Complaints:
-    expected = misfit(layout, shape, sizes)
-    expected = expected or ("a layout without sums" if min(layout) < -1 else "")
-    if expected:
+def _even(field: str, layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Complaints:
+    if expected := _uneven(layout, shape, sizes):
         yield FieldError(expected, shown(layout), field)
+
+
+@lru_cache(maxsize=4096)  # equal layers have equal leaves
+def _uneven(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+    return misfit(layout, shape, sizes) or ("a layout without sums" if min(layout) < -1 else "")
 
 
 def _collectives(plan: PlanRecord) -> Complaints:

@@ -5,17 +5,23 @@ which form of parallelism that is:
 
     factor                                                  form              source
     comes from the batch                                    data              -> batch_dimensions
-    a free dimension of the weight                          columns           tensor parallel, Megatron [1], 3
+    a free dimension of the weight, groups of a convolution columns           tensor parallel, Megatron [1], 3
     contracted, with a weight                               rows              tensor parallel, Megatron [1], 3
-    the same, the result reduce-scattered along another     scattered rows    sequence parallel, Megatron [3], 4.2
+    the same, the result reduce-scattered along the batch   batch rows        tensor parallel
+    the same, along another dimension of the activation     scattered rows    sequence parallel, Megatron [3], 4.2
     a batch dimension of two activations                    heads             tensor parallel, Megatron [1], 3
     a batch dimension of an activation and a weight         expert            GShard [2], 3
+    the experts in products that dispatch and combine       expert            GShard [2], 3   -> _expert_dimensions
     a free dimension of the activation, beside a weight     sequence          GSPMD [5], 5.1
-    a free dimension of an activation, beside another       context           Ring attention [4]
-    contracted, of two activations                          contraction
+    the sequence in a product of two activations            context           Ring attention [4]  -> _sequence
+    another dimension of two activations, contracted        contraction
+    another dimension of one of them                        features
 
 The share of a form is that of its products in the FLOPs of all products of the forward pass: on one mesh of the
-program, in a pipeline of all stages                                              -> axis_forms, pipeline_forms
+program, in a pipeline of all stages                                              -> Parallelism.forms
+
+A parameter that products read in parts along an axis is sharded for the sake of these products. One that is stored in
+parts and read whole is gathered, as in FSDP                                      -> Parallelism.read_in_parts
 
 [1] Shoeybi et al. (2019), Megatron-LM. [2] Lepikhin et al. (2020), GShard. [3] Korthikanti et al. (2022), Reducing
 activation recomputation in large transformer models. [4] Liu et al. (2023), Ring attention. [5] Xu et al. (2021),
@@ -25,8 +31,9 @@ GSPMD.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from autopar import jax_compat
 from autopar.cost_models.flops import work
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
@@ -36,34 +43,63 @@ from autopar.passes.microbatch.batch_dimensions import propagated
 from autopar.passes.microbatch.states import Split, State
 from autopar.passes.stages.plan import StagePlan
 from autopar.passes.stages.plan_all import PlannedStage, StagePlans
+from autopar.plans.dimensions import CONVOLUTION, Dimensions, expert_dimensions, sequence_dimensions, weight_leaves
 from autopar.plans.record import Stage
+from autopar.plans.views.groups import without_numbers
 from autopar.rules import Rule
 
-FORMS = ("data", "columns", "rows", "scattered rows", "heads", "expert", "sequence", "context", "contraction")
+FORMS = (
+    *("data", "columns", "rows", "batch rows", "scattered rows", "heads", "expert", "sequence", "context"),
+    *("contraction", "features"),
+)
+#: Forms under which a weight is whole for a product, so that one stored in parts is gathered.
+WHOLE_WEIGHTS = ("data", "sequence", "context")
 DIGITS = 4  # of shares: a plan is to be small
 
 Forms = Mapping[str, Mapping[str, float]]
 """Mesh axis of more than one device -> form -> share of the FLOPs of the forward pass's products."""
 
 
-def axis_forms(graph: Graph, stage: Stage, rules: Mapping[int, Rule]) -> Forms:
-    """The forms of parallelism of a program.
+@dataclass(frozen=True)
+class Parallelism:
+    """The parallelism of a program, or of all stages.
+
+    Attributes:
+        forms: the forms of parallelism along each axis.
+        read_in_parts: mesh axis whose largest form is one of `WHOLE_WEIGHTS` -> positions of the argument leaves that
+            products read in parts along it nevertheless.
+    """
+
+    forms: Forms
+    read_in_parts: Mapping[str, tuple[int, ...]]
+
+
+def mesh_parallelism(graph: Graph, stage: Stage, rules: Mapping[int, Rule]) -> Parallelism:
+    """The parallelism of a program.
 
     Args:
-        graph: the program that is executed, rematerialisation and microbatches included.
+        graph: the program that is executed. Products that are computed again count once.
         stage: its layouts.
         rules: signature of an operation -> its sharding rule.
     """
     batch = dict.fromkeys((graph.inputs[i] for i in infer_batch(graph)), frozenset({0}))
-    return _weighed([_products(graph, stage, rules, batch, graph.walk())])
+    products = _products(graph, stage, rules, batch, graph.walk())
+    forms = _weighed([products])
+    read = {axis: {v for v, a in products.read if a == axis} for axis in _with_whole_weights(forms)}
+    positions = {axis: tuple(i for i, v in enumerate(graph.inputs) if v in values) for axis, values in read.items()}
+    return Parallelism(forms, _filled(positions))
 
 
-def pipeline_forms(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Forms:
-    """The forms of parallelism inside the stages of a pipeline; axes of stages of different submeshes are one.
+def pipeline_parallelism(
+    plans: StagePlans[PlannedStage], stages: Sequence[Stage], arguments: Sequence[int], paths: Sequence[str]
+) -> Parallelism:
+    """The parallelism inside the stages of a pipeline; axes of stages of different submeshes are one.
 
     Args:
         plans: the planned stages. Of isomorphic ones the first has the graph, and counts for all.
         stages: their layouts.
+        arguments: values of the argument leaves of the step.
+        paths: of the argument leaves.
     """
     states, products = plans.stages.split.states, dict[str, _StageProducts]()
     for planned, stage in zip(plans.plans, stages, strict=True):
@@ -75,7 +111,34 @@ def pipeline_forms(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> 
         }
         forward = (op for i in program.programs["F"] for op in program.graph.by_index[i].walk())
         products[stage.graph_hash] = _products(program.graph, stage, planned.rules, batch, forward)
-    return _weighed([products[stage.graph_hash] for stage in stages if stage.graph_hash in products])
+    forms = _weighed([products[stage.graph_hash] for stage in stages if stage.graph_hash in products])
+    # arguments of isomorphic stages correspond by their paths but for the numbers of layers
+    position = {value: i for i, value in enumerate(arguments)}
+    read: set[tuple[str, str, str]] = set()
+    for planned, stage in zip(plans.plans, stages, strict=True):
+        if isinstance(planned, StagePlan):
+            of_step = {v: value for value, v in planned.graph.arguments.items() if value in position}
+            in_stage = products[stage.graph_hash].read
+            read |= {
+                (axis, stage.graph_hash, without_numbers(paths[position[of_step[v]]]))
+                for v, axis in in_stage
+                if v in of_step
+            }
+    positions = {
+        axis: tuple(
+            sorted(i for s in stages for i in s.arguments if (axis, s.graph_hash, without_numbers(paths[i])) in read)
+        )
+        for axis in _with_whole_weights(forms)
+    }
+    return Parallelism(forms, _filled(positions))
+
+
+def _with_whole_weights(forms: Forms) -> list[str]:
+    return [axis for axis, shares in forms.items() if largest(shares) in WHOLE_WEIGHTS]
+
+
+def _filled(positions: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+    return {axis: leaves for axis, leaves in positions.items() if leaves}
 
 
 def _split(states: Mapping[int, State], value: int) -> frozenset[int]:
@@ -86,10 +149,17 @@ def _split(states: Mapping[int, State], value: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class _StageProducts:
-    """FLOPs of the products of a forward pass: in all, and by mesh axis of more than one device and form."""
+    """The products of a forward pass.
+
+    Attributes:
+        flops: in all.
+        totals: FLOPs by mesh axis of more than one device and form.
+        read: (argument, mesh axis): an argument that products read in parts along the axis.
+    """
 
     flops: float
     totals: Mapping[str, Mapping[str, float]]
+    read: frozenset[tuple[int, str]]
 
 
 def _products(
@@ -99,18 +169,22 @@ def _products(
 
     `batch`: values that come from the batch -> their dimensions that do.
     """
-    products = _Products(stage, rules, propagated(graph, rules, batch))
+    from_batch = propagated(graph, rules, batch)
+    sequence, experts = sequence_dimensions(graph, rules, batch), expert_dimensions(graph, rules, from_batch)
+    products, leaves = _Products(stage, rules, from_batch, sequence, experts), weight_leaves(graph, from_batch)
     totals: dict[str, dict[str, float]] = {axis: {} for axis, size in stage.submesh.items() if size > 1}
-    flops = 0.0
+    flops, read = 0.0, set[tuple[int, str]]()
     for op in ops:
-        if op.name in PRODUCTS and op.phase == "forward":
+        if op.name in PRODUCTS and op.phase == "forward" and not jax_compat.is_rematted(op.name_stack):
             amount = work(graph, op) * graph.runs[op.index]
             flops += amount
             for number, axis in enumerate(stage.submesh):
                 if axis in totals:
                     form = products.form(op, number)
                     totals[axis][form] = totals[axis].get(form, 0.0) + amount
-    return _StageProducts(flops, totals)
+                    parts = products.operands_in_parts(op, number)
+                    read.update((leaves[v], axis) for v in parts if v in leaves)
+    return _StageProducts(flops, totals, frozenset(read))
 
 
 def _weighed(stages: Sequence[_StageProducts]) -> Forms:
@@ -135,11 +209,19 @@ def largest(shares: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Products:
-    """Classifies products; `batch`: dimensions of values that come from the batch."""
+    """Classifies products.
+
+    Attributes:
+        stage: the layouts.
+        rules: signature of an operation -> its sharding rule.
+        batch, sequence, experts: dimensions of values that come from the batch, from a sequence, and of experts.
+    """
 
     stage: Stage
     rules: Mapping[int, Rule]
-    batch: Mapping[int, frozenset[int]]
+    batch: Dimensions
+    sequence: Dimensions = field(default_factory=dict[int, frozenset[int]])
+    experts: Dimensions = field(default_factory=dict[int, frozenset[int]])
 
     def form(self, op: Op, axis: int) -> str:
         """The form of parallelism of a product along a mesh axis, a key of `FORMS`; "" if it is replicated."""
@@ -147,23 +229,42 @@ class _Products:
         factor = self._factor(op, rule, axis)
         if factor is None:
             return ""
-        holders = [k for k, dims in enumerate(rule.operands) if factor in dims]
-        if any(rule.operands[k].index(factor) in self.batch.get(_value(op.inputs[k]), ()) for k in holders):
+        if self._is_from(self.batch, op, rule, factor):
             return "data"
+        holders = [k for k, dims in enumerate(rule.operands) if factor in dims]
         weights = [_value(atom) not in self.batch for atom in op.inputs]
-        has_weight, in_result = any(weights), factor in rule.results[0]
-        if len(holders) == 2:
-            forms = ("expert", "heads") if in_result else (self._rows(op, rule, axis), "contraction")
-            return forms[0] if has_weight else forms[1]
-        if weights[holders[0]]:
-            return "columns"
-        return "sequence" if has_weight else "context"
+        in_result = factor in rule.results[0]
+        if any(weights):
+            if len(holders) == 2:
+                return (
+                    self._rows(op, rule, axis) if not in_result else "columns" if op.name == CONVOLUTION else "expert"
+                )
+            return "columns" if weights[holders[0]] else "sequence"
+        if len(holders) == 2 and in_result:
+            return "heads"
+        if self._is_from(self.experts, op, rule, factor):
+            return "expert"
+        if self._is_from(self.sequence, op, rule, factor):
+            return "context"
+        return "contraction" if len(holders) == 2 else "features"
+
+    def operands_in_parts(self, op: Op, axis: int) -> list[int]:
+        """The operands of a product that are read in parts along a mesh axis."""
+        layouts = [(_value(atom), self._operand(op, k)) for k, atom in enumerate(op.inputs)]
+        return [value for value, layout in layouts if layout is not None and layout[axis] >= 0]
+
+    def _is_from(self, dimensions: Dimensions, op: Op, rule: Rule, factor: int) -> bool:
+        """Whether a factor is one of the given dimensions in an operand of a product."""
+        pairs = zip(op.inputs, rule.operands, strict=True)
+        return any(factor in dims and dims.index(factor) in dimensions.get(_value(atom), ()) for atom, dims in pairs)
 
     def _rows(self, op: Op, rule: Rule, axis: int) -> str:
         """The form of a product with a contracted factor, by what its partial sums become."""
         result = self.stage.values.get(op.outputs[0])
-        if result is None or result[axis] < 0 or result[axis] in self.batch.get(op.outputs[0], ()):
+        if result is None or result[axis] < 0:
             return "rows"
+        if result[axis] in self.batch.get(op.outputs[0], ()):
+            return "batch rows"
         activation = next((k for k, atom in enumerate(op.inputs) if _value(atom) in self.batch), 0)
         return "scattered rows" if rule.results[0][result[axis]] in rule.operands[activation] else "rows"
 

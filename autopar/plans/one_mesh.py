@@ -31,7 +31,7 @@ from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
-from autopar.plans.forms import axis_forms
+from autopar.plans.forms import mesh_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
 from autopar.plans.time_spent import time_spent
@@ -110,6 +110,7 @@ def export(mesh_solution: MeshSolution) -> Plan:
         over_time=over_time(draft.liveness, solution.assignment, MOMENTS),
     )
     account = imbalance.measure(graph, model.grouping.rules, stage)
+    parallelism = mesh_parallelism(graph, stage, model.grouping.rules)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
     plan = Plan(
         graph_hash=graph_hash(mesh_solution.written),
@@ -144,7 +145,8 @@ def export(mesh_solution: MeshSolution) -> Plan:
         bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
         remat=draft.policies,
         offloaded=tuple(sorted(draft.hosted)),
-        forms=axis_forms(graph, stage, model.grouping.rules),
+        forms=parallelism.forms,
+        read_in_parts=parallelism.read_in_parts,
         spent=time_spent(graph, model, solution.assignment, planned, mesh, copied),
         notes=(
             *mesh_solution.notes,

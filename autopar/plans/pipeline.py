@@ -38,7 +38,7 @@ from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
-from autopar.plans.forms import pipeline_forms
+from autopar.plans.forms import pipeline_parallelism
 from autopar.plans.layout_checks import check_layouts, check_offloaded
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
@@ -139,6 +139,7 @@ def make_plan(
     stages = tuple(_stage(pipelined, plans, s, costs) for s in range(len(plans.plans)))
     inputs = _inputs(graph, pipelined, [plan.summary.arguments for plan in plans.plans], len(mesh.sizes))
     solved = [plan.solution for plan in plans.plans]
+    parallelism = pipeline_parallelism(plans, stages, graph.inputs, graph.input_paths)
     return Plan(
         graph_hash=graph_hash(graph),
         mesh_names=mesh.names,
@@ -175,7 +176,8 @@ def make_plan(
         remat=pipelined.choice.remat,
         pieces=pipelined.choice.pieces,
         offloaded=tuple(sorted(pipelined.choice.offloaded)),
-        forms=pipeline_forms(plans, stages),
+        forms=parallelism.forms,
+        read_in_parts=parallelism.read_in_parts,
         transfers={f"{a}>{b}": float(seconds) for (a, b), seconds in costs.transfer.items()},
         transfer_bytes={f"{a}>{b}": float(nbytes) for (a, b), nbytes in costs.border.items()},
         notes=(

@@ -85,6 +85,8 @@ class Plan(PlanRecord, ShownAsText):
         offloaded: positions of the argument leaves that are in host memory between steps.
         forms: mesh axis -> form of parallelism (`autopar.plans.forms.FORMS`) -> share of the FLOPs of the
             forward pass's products, in a pipeline of those inside stages.
+        read_in_parts: mesh axis along which weights are whole for most products, as in data parallelism -> positions of
+            the argument leaves that products read in parts along it nevertheless, such as weights of experts.
         spent: predicted seconds by source line, which add up to the step; empty for stages.
         transfers: "0>1" -> seconds in which stage 0 sends stage 1 what one microbatch needs; empty on one mesh.
         transfer_bytes: the same -> bytes of one microbatch.

@@ -20,7 +20,7 @@ from autopar.ir.layout import Layout, spec
 from autopar.plans.schema import Listed, Packed
 from autopar.version import VERSION
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,7 @@ class PlanRecord:
     pieces: int = 0
     offloaded: tuple[int, ...] = ()
     forms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    read_in_parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     spent: tuple[Spent, ...] = ()
     transfers: Mapping[str, float] = field(default_factory=dict)
     transfer_bytes: Mapping[str, float] = field(default_factory=dict)

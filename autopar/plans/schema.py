@@ -8,6 +8,9 @@
 
 `form(X).read` takes data of any kind and either returns an X whose fields all have their types, or raises a
 `FieldError` that names the field and what was expected there. It descends only as far as the annotations do.
+
+A plan of many stages has ten thousands of entries of few kinds. Lists and objects are read in one expression; only
+where that fails, entry by entry, to name the one that does not fit. Layouts and numbers of values are parsed once each.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from __future__ import annotations
 import json
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, NoReturn, get_args, get_origin, get_type_hints
 
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout
 
@@ -91,7 +94,8 @@ def _same(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    _check(type(value) is str and (value.isascii() or _is_encodable(value)), _TEXT, value)
+    if type(value) is not str or not (value.isascii() or _is_encodable(value)):
+        raise FieldError(_TEXT, shown(value))
     return value
 
 
@@ -104,7 +108,8 @@ def _is_encodable(text: str) -> bool:
 
 
 def _count(value: Any) -> int:
-    _check(type(value) is int and 0 <= value <= MOST, _COUNT, value)
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise FieldError(_COUNT, shown(value))
     return value
 
 
@@ -132,14 +137,17 @@ def _unpacked(text: str) -> Layout | None:
 
 def _unpack(value: Any) -> Layout:
     layout = _unpacked(value) if type(value) is str else None
-    _check(layout is not None, _PACKED, value)
-    return layout or ()
+    if layout is None:
+        raise FieldError(_PACKED, shown(value))
+    return layout
 
 
 def _unlist(value: Any) -> Layout:
-    parts: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
-    _check(all(type(dim) is int and PARTIAL <= dim < MOST_DIMENSIONS for dim in parts), _LISTED, value)
-    return tuple(parts)
+    parts: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (None,)
+    for dim in parts:
+        if type(dim) is not int or not PARTIAL <= dim < MOST_DIMENSIONS:
+            raise FieldError(_LISTED, shown(value))
+    return parts
 
 
 Listed = Annotated[Layout, Form(_LISTED, list, _unlist)]
@@ -178,13 +186,10 @@ def _list_form(item_form: Form, length: int | None) -> Form:
     def read(value: Any) -> tuple[Any, ...]:
         fits = isinstance(value, list | tuple) and (length is None or len(value) == length)
         _check(fits, words, value)
-        items: list[Any] = []
         try:
-            for part in value:
-                items.append(item_form.read(part))
-        except FieldError as error:
-            raise error.within(f"[{len(items)}]") from None
-        return tuple(items)
+            return tuple(map(item_form.read, value))
+        except FieldError:
+            _locate((f"[{i}]", lambda part=part: item_form.read(part)) for i, part in enumerate(value))
 
     return Form(words, lambda value: [item_form.write(part) for part in value], read)
 
@@ -194,18 +199,19 @@ def _object_form(key_of: Callable[[Any], Any], item_form: Form) -> Form:
 
     def read(value: Any) -> dict[Any, Any]:
         _check(isinstance(value, Mapping), words, value)
-        entries: dict[Any, Any] = {}
-        key: Any = None
+        read_item = item_form.read
         try:
-            for key, part in value.items():
-                entries[key_of(key)] = item_form.read(part)
-        except FieldError as error:
-            raise error.within(f"[{shown(key)}]") from None
-        return entries
+            return {key_of(key): read_item(part) for key, part in value.items()}
+        except FieldError:
+            _locate(
+                (f"[{shown(key)}]", lambda key=key, part=part: (key_of(key), read_item(part)))
+                for key, part in value.items()
+            )
 
     return Form(words, lambda value: {str(key): item_form.write(part) for key, part in value.items()}, read)
 
 
+@lru_cache(maxsize=65536, typed=True)  # stages of one program name the same values
 def _number(key: Any) -> int:
     """A key in decimal, in the one way that it is written."""
     digits = type(key) is str and key.isascii() and key.isdecimal() and len(key) <= MOST_DIGITS
@@ -219,27 +225,43 @@ _KEYS: Final[Mapping[Any, Callable[[Any], Any]]] = {str: _text, int: _number}
 def _record_form(record: Any) -> Form:
     hints = get_type_hints(record, include_extras=True)
     forms = {f.name: form(hints[f.name]) for f in fields(record) if f.metadata.get("saved", True)}
+    readers = [(name, field_form.read) for name, field_form in forms.items()]
     words = f"an object with the fields {', '.join(forms)}"
 
     def read(value: Any) -> Any:
         _check(isinstance(value, Mapping), words, value)
-        for name in (*forms, *value):
-            if name not in value:
-                raise FieldError(forms[name].words, "missing", f".{name}")
-            if name not in forms:
-                raise FieldError(f"one of {', '.join(forms)}", "not known", f".{name!s:.60}")
-        read_fields: dict[str, Any] = {}
-        name = ""
+        if value.keys() != forms.keys():
+            _names(value, forms)
         try:
-            for name, field_form in forms.items():
-                read_fields[name] = field_form.read(value[name])
-        except FieldError as error:
-            raise error.within(f".{name}") from None
-        return record(**read_fields)
+            return record(**{name: read_field(value[name]) for name, read_field in readers})
+        except FieldError:
+            _locate(
+                (f".{name}", lambda name=name, read_field=read_field: read_field(value[name]))
+                for name, read_field in readers
+            )
 
     return Form(
         words, lambda value: {name: field_form.write(getattr(value, name)) for name, field_form in forms.items()}, read
     )
+
+
+def _names(value: Mapping[str, Any], forms: Mapping[str, Form]) -> None:
+    """FieldError for a field that is missing, or one that is not known."""
+    for name in (*forms, *value):
+        if name not in value:
+            raise FieldError(forms[name].words, "missing", f".{name}")
+        if name not in forms:
+            raise FieldError(f"one of {', '.join(forms)}", "not known", f".{name!s:.60}")
+
+
+def _locate(entries: Iterable[tuple[str, Callable[[], Any]]]) -> NoReturn:
+    """FieldError for the first entry that does not fit, with its place in the list or object."""
+    for place, read in entries:
+        try:
+            read()
+        except FieldError as error:
+            raise error.within(place) from None
+    raise AssertionError("every entry fits")
 
 
 # Text

@@ -13,6 +13,8 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.passes.microbatch.analysis import infer_batch
 from autopar.rules import Rule
 
+CONSTRAINT = "sharding_constraint"  # its rule has no factors: layouts before and after are independent
+
 
 def batch_dimensions(
     graph: Graph, rules: Mapping[int, Rule], batch: Sequence[int] | None = None
@@ -56,7 +58,10 @@ def _results(graph: Graph, op: Op, rule: Rule, batch_dims: Mapping[int, frozense
     """The dimensions of each result that come from the batch."""
     if op.name == "reshape":
         (value,) = (_value(atom) for atom in op.inputs[:1])
-        yield _reshaped(graph.types[value].shape, graph.types[op.outputs[0]].shape, batch_dims[value])
+        yield reshaped(graph.types[value].shape, graph.types[op.outputs[0]].shape, batch_dims[value])
+        return
+    if op.name == CONSTRAINT:
+        yield batch_dims[_value(op.inputs[0])]
         return
     factors = {
         dims[d] for atom, dims in zip(op.inputs, rule.operands, strict=True) for d in batch_dims.get(_value(atom), ())
@@ -64,15 +69,24 @@ def _results(graph: Graph, op: Op, rule: Rule, batch_dims: Mapping[int, frozense
     yield from (frozenset(d for d, factor in enumerate(dims) if factor in factors) for dims in rule.results)
 
 
-def _reshaped(source: Sequence[int], target: Sequence[int], dims: frozenset[int]) -> frozenset[int]:
-    """Dimensions of the reshaped array whose strides are within those of the given dimensions."""
+def reshaped(source: Sequence[int], target: Sequence[int], dims: frozenset[int]) -> frozenset[int]:
+    """Dimensions of the reshaped array that come from the given dimensions, by their strides.
+
+    A dimension that is merged of a given one and a more minor one counts if it has all of the given one, or its major
+    part: of the groups of 2048 tokens that sequences of 1024 are reshaped to, [64,1024] -> [32,2048], dimension 0 alone
+    comes from dimension 0.
+    """
 
     def spans(shape: Sequence[int]) -> list[tuple[int, int]]:
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         return [(stride, stride * extent) for stride, extent in zip(strides, shape, strict=True)]
 
-    sources = [span for d, span in enumerate(spans(source)) if d in dims]
-    return frozenset(d for d, (low, high) in enumerate(spans(target)) if any(low < b and a < high for a, b in sources))
+    targets = spans(target)
+    from_dims: set[int] = set()
+    for a, b in (span for d, span in enumerate(spans(source)) if d in dims):
+        overlapping = [d for d, (low, high) in enumerate(targets) if low < b and a < high]
+        from_dims.update(d for d in overlapping if d == overlapping[0] or targets[d][0] >= a)
+    return frozenset(from_dims)
 
 
 def _propagate_body(graph: Graph, op: Op, rules: Mapping[int, Rule], batch_dims: dict[int, frozenset[int]]) -> None:

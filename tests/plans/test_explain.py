@@ -16,6 +16,7 @@ from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError
 from autopar.ir.layout import spec
 from autopar.ir.text import WIDTH
+from autopar.plans.views.groups import label
 
 MESH = (2, 4)
 
@@ -267,3 +268,14 @@ def test_a_plan_that_nothing_makes_faster_has_no_hints() -> None:
     assert [hint.change for hint in pinned.hints()] == ["no pins"]
     with pytest.raises(ArgumentError, match="hints needs the step, which a file does not contain"):
         replace(pinned, origin=None).hints()
+
+
+def test_a_glob_over_leaves_of_several_depths_names_what_they_begin_with(plan):
+    """Moments are one group whatever their paths: those of one type and layout are an entry."""
+    entries = plan.explain("*").entries
+    leaves = len(plan.input_paths)
+    counts = [int(entry.name.rpartition(" x")[2]) if " x" in entry.name else 1 for entry in entries]
+    assert sum(counts) == leaves
+    assert {entry.name.partition("/")[0] for entry in entries} == {path.partition("/")[0] for path in plan.input_paths}
+    assert label(["opt/mu/blocks/0/w", "opt/mu/head"]) == "opt/mu/... x2"
+    assert label(["opt/mu/blocks/0/w", "opt/mu/blocks/1/w"]) == "opt/mu/blocks/*/w x2"

@@ -18,6 +18,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.errors import ArgumentError
@@ -193,6 +194,11 @@ class _Source:
     graph: Graph | None
     exact: bool
 
+    @cached_property
+    def sent(self) -> Sequence[tuple[Collective, float]]:
+        """Every collective with the bytes that a device sends for it per step."""
+        return self.plan.sent()
+
     @property
     def note(self) -> str:
         """Why other layouts are not priced."""
@@ -273,7 +279,7 @@ class _Source:
         for (name, line, of_type, layout), members in groups.items():
             ops = [op for op, _ in members]
             sites = {op.tag for op in ops} | {f"{op.tag}.in{k}" for op in ops for k in range(len(op.inputs))}
-            collectives = tuple(c for c, _ in self.plan.sent() if c.op in sites)
+            collectives = tuple(c for c, _ in self.sent if c.op in sites)
             shape = self.graph.types[members[0][1]].shape
             why = [reasons.results(ops, layout, shape)]
             if pin := self.origin.pinned_value(members[0][1]) if self.origin is not None else "":
@@ -294,7 +300,7 @@ class _Source:
         collectives: Sequence[Collective],
     ) -> Entry:
         wanted = {*collectives}
-        sent = math.fsum(nbytes for c, nbytes in self.plan.sent() if c in wanted)
+        sent = math.fsum(nbytes for c, nbytes in self.sent if c in wanted)
         return Entry(name, of_type, shape, tuple(reasons), tuple(collectives), sent, prices, layout)
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -63,9 +64,16 @@ def _like_parameters(plan: PlanRecord, members: Sequence[int]) -> Mapping[int, s
 
 
 def label(paths: Sequence[str]) -> str:
-    """The path that all have in common, with "*" where they differ, and how many there are."""
-    columns = zip(*(path.split("/") for path in paths), strict=True)
-    name = "/".join(parts[0] if len(dict.fromkeys(parts)) == 1 else "*" for parts in columns)
+    """The path that all have in common, with "*" where they differ, and how many there are.
+
+    Of paths of several depths, what they begin with: "opt/0/mu/... x8".
+    """
+    columns = list(zip(*(path.split("/") for path in paths), strict=False))
+    if len({path.count("/") for path in paths}) == 1:
+        name = "/".join(parts[0] if len({*parts}) == 1 else "*" for parts in columns)
+    else:
+        common = itertools.takewhile(lambda parts: len({*parts}) == 1, columns)
+        name = "/".join([*(parts[0] for parts in common), "..."])
     return name if len(paths) == 1 else f"{name} x{len(paths)}"
 
 

@@ -4,8 +4,14 @@
 
 A form is told if it has a twentieth of the FLOPs. The state is compared with the axes that have data parallelism:
 
-    weights sharded          ZeRO-3, FSDP
+    weights sharded          ZeRO-3, FSDP; without those that products read in parts, as weights of experts
     optimizer state sharded  ZeRO-2 if gradients are reduce-scattered, else ZeRO-1    -> _sharded_state
+
+Two names depend on what else there is along an axis                                  -> _name
+
+    sequence     context parallel, if attention shards the sequence as well (Liu et al., 2023)
+    heads        sequence parallel, if no weight is sharded: the sequence of attention is exchanged for heads
+                 (Jacobs et al., 2023, DeepSpeed Ulysses)
 
 ZeRO: Rajbhandari et al. (2020).
 """
@@ -13,10 +19,11 @@ ZeRO: Rajbhandari et al. (2020).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from autopar.plans.forms import largest
+from autopar.ir.roles import of_parameter
+from autopar.plans.forms import WHOLE_WEIGHTS, largest
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import sections
 
@@ -25,14 +32,18 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "data": ("data parallel", ""),
     "columns": ("tensor parallel", "columns of weights"),
     "rows": ("tensor parallel", "rows of weights"),
+    "batch rows": ("tensor parallel", "batch sharded between products"),
     "scattered rows": ("tensor parallel", "sequence parallel between products"),
     "heads": ("tensor parallel", "attention by heads"),
     "expert": ("expert parallel", ""),
     "sequence": ("sequence parallel", ""),
     "context": ("context parallel", ""),
-    "contraction": ("contractions of activations sharded", ""),
+    "contraction": ("tensor parallel", "features of activations"),
+    "features": ("tensor parallel", "features of activations"),
 }
+SHARDED_WEIGHTS = ("columns", "rows", "batch rows", "scattered rows")
 LEAST_SHARE = 0.05  # of the FLOPs of a form that is told, or of the elements of sharded state
+LEAST_ATTENTION = 0.005  # the same of attention by heads: attention has few of the FLOPs of a wide model
 MOST_SHARE = 0.9  # a share from which on it is not told
 
 
@@ -46,14 +57,19 @@ def _axes(plan: PlanRecord) -> Iterator[str]:
     axes_with_forms = [axis for axis in plan.mesh_names if axis in plan.forms]  # JSON does not keep their order
     for (names, details), group in groupby(axes_with_forms, key=lambda axis: _named(plan.forms[axis])):
         axes = list(group)
-        over = f"over {' and '.join(axes)}"
+        over = f"over {listed(axes)}"
         ways = f"{_ways(plan, axes)} ways"
         if not names:
             yield f"everything replicated {over} ({ways})"
         else:
             alone = len(names) == 1 and names[0][1] >= 100 * MOST_SHARE
             shares = [name if alone else f"{name} ({share}%)" for name, share in names]
-            yield f"{' and '.join(shares)} {over} ({': '.join([ways, *filter(None, [', '.join(details)])])})"
+            yield f"{listed(shares)} {over} ({': '.join([ways, *filter(None, [', '.join(details)])])})"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Parts of a sentence with commas and an "and"."""
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def _ways(plan: PlanRecord, axes: Sequence[str]) -> str:
@@ -63,14 +79,34 @@ def _ways(plan: PlanRecord, axes: Sequence[str]) -> str:
 
 
 def _named(shares: Mapping[str, float]) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """The names of forms with their shares in percent, the largest first, and the details that are said of them."""
-    shown = {form: share for form, share in shares.items() if share >= LEAST_SHARE}
-    names: dict[str, float] = {}
-    for form, share in shown.items():
-        names[NAMES[form][0]] = names.get(NAMES[form][0], 0.0) + share
-    details = tuple(sorted(detail for form in shown if (detail := NAMES[form][1])))
+    """The names of forms with their shares in percent, the largest first, and the details that are said of them.
+
+    The share of a form that is nearly all is told as 100.
+    """
+    totals: dict[str, float] = {}
+    for form, share in shares.items():
+        totals[_name(form, shares)] = totals.get(_name(form, shares), 0.0) + share
+    names = {name: share for name, share in totals.items() if share >= LEAST_SHARE}
+    described = [
+        form
+        for form, share in shares.items()
+        if share >= (LEAST_ATTENTION if form == "heads" else LEAST_SHARE) and _name(form, shares) in names
+    ]
+    details = tuple(sorted({detail for form in described if (detail := NAMES[form][1])}))
     ranked = sorted(names, key=lambda name: -names[name])
+    if len(ranked) == 1 and names[ranked[0]] >= MOST_SHARE:
+        return ((ranked[0], 100),), details
     return tuple((name, round(100 * names[name])) for name in ranked), details
+
+
+def _name(form: str, shares: Mapping[str, float]) -> str:
+    """The name of a form along an axis with such shares."""
+    if form == "sequence" and shares.get("context", 0.0) > shares.get("heads", 0.0):
+        return NAMES["context"][0]
+    sharded = sum(shares.get(other, 0.0) for other in SHARDED_WEIGHTS)
+    if form == "heads" and sharded < LEAST_SHARE <= shares.get("sequence", 0.0):
+        return NAMES["sequence"][0]
+    return NAMES[form][0]
 
 
 def _stages(plan: PlanRecord) -> list[str]:
@@ -83,29 +119,42 @@ def _stages(plan: PlanRecord) -> list[str]:
 
 
 def _sharded_state(plan: PlanRecord) -> Iterator[str]:
-    """The stage of ZeRO along the axes with data parallelism."""
-    members = sections(plan)
+    """The stage of ZeRO along the axes that leave weights whole; axes that share a text are told together."""
+    texts: dict[str, list[str]] = {}
     for number, axis in enumerate(plan.mesh_names):
-        if largest(plan.forms.get(axis, {})) != "data":
-            continue
-        weights = _share(plan, members.get("parameters and other state", ()), number)
-        optimizer = _share(plan, members.get("optimizer state", ()), number)
-        if weights >= LEAST_SHARE:
-            yield f"{_of(weights)}weights sharded over {axis} (FSDP, ZeRO-3)"
-        if optimizer >= LEAST_SHARE and optimizer > weights + LEAST_SHARE:
-            zero = 2 if _scatters(plan, axis) else 1
-            yield f"{_of(optimizer)}optimizer state sharded over {axis} (ZeRO-{zero})"
+        if largest(plan.forms.get(axis, {})) in WHOLE_WEIGHTS:
+            for text in _sharded_along(plan, number, axis):
+                texts.setdefault(text, []).append(axis)
+    yield from (text.format(listed(axes)) for text, axes in texts.items())
+
+
+def _sharded_along(plan: PlanRecord, number: int, axis: str) -> Iterator[str]:
+    """What is sharded along an axis and gathered where it is read; "{}" is the place of the axis."""
+    members = sections(plan)
+    parameters = members.get("parameters and other state", ())
+    in_parts = {i for i in parameters if i in plan.read_in_parts.get(axis, ())}
+    paths = {plan.input_paths[i].partition("params/")[2]: i for i in parameters}
+    owned = {i: of_parameter(plan.input_paths[i], paths) for i in members.get("optimizer state", ())}
+    in_parts |= {i for i, parameter in owned.items() if parameter and paths[parameter[1]] in in_parts}
+    weights = _share(plan, parameters, number, in_parts)
+    optimizer = _share(plan, members.get("optimizer state", ()), number, in_parts)
+    if weights >= LEAST_SHARE:
+        yield f"{_of(weights)}weights sharded over {{}} (FSDP, ZeRO-3)"
+    if optimizer >= LEAST_SHARE and optimizer > weights + LEAST_SHARE:
+        zero = 2 if _scatters(plan, axis) else 1
+        yield f"{_of(optimizer)}optimizer state sharded over {{}} (ZeRO-{zero})"
 
 
 def _of(share: float) -> str:
     return "" if share >= MOST_SHARE else f"{share:.0%} of the "
 
 
-def _share(plan: PlanRecord, members: Sequence[int], axis: int) -> float:
-    """Share of the elements of these leaves that is in leaves sharded along an axis."""
+def _share(plan: PlanRecord, members: Sequence[int], axis: int, in_parts: Container[int]) -> float:
+    """Share of the elements of these leaves that is in leaves sharded along an axis, those read in parts left out."""
     sizes = {i: math.prod(plan.input_shapes[i]) for i in members}
     whole = sum(sizes.values())
-    return sum(n for i, n in sizes.items() if plan.inputs[i][axis] >= 0) / whole if whole else 0.0
+    sharded = sum(n for i, n in sizes.items() if plan.inputs[i][axis] >= 0 and i not in in_parts)
+    return sharded / whole if whole else 0.0
 
 
 def _scatters(plan: PlanRecord, axis: str) -> bool:

@@ -10,6 +10,7 @@ The text is plain (no colour, 110 columns) and equal for equal plans.
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,8 @@ def _head(plan: PlanRecord) -> list[str]:
         f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {peak} of memory per device",
         *slowest(plan),
     )
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+    wrap = functools.partial(textwrap.wrap, width=WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [part for line in lines for part in wrap(line)]
 
 
 # Stages
