@@ -56,7 +56,7 @@ def planned(pins: Any, model: str = "", **options: Any) -> autopar.Plan:
         # gradients are not pinned: where they are reduce-scattered, and not reduced whole, the plan is ZeRO-2
         (zero1, "data parallel over x (8 ways); optimizer state sharded over x (ZeRO-?)"),
         (data_parallel, "data parallel over x (8 ways)"),
-        (megatron, f"tensor parallel over x (8 ways: {TENSOR})"),
+        (megatron, f"tensor parallel over x (8 ways: *{TENSOR})"),
     ],
 )
 def test_a_strategy_is_what_runs(strategy: Callable[[str], Pins], text: str, prices: Any) -> None:

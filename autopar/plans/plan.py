@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
@@ -27,9 +27,13 @@ from autopar.plans.views.notebook import ShownAsText
 from autopar.plans.views.picture import draw
 from autopar.plans.views.report.page import html
 from autopar.plans.views.summary import summary
+from autopar.plans.views.tensors import to_dataframe
 from autopar.plans.views.timeline import trace_events
 from autopar.plans.views.usage import MemoryUse, TimeUse, memory_use, time_use
 from autopar.version import VERSION
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,17 @@ class Plan(PlanRecord, ShownAsText):
             ArgumentError: matplotlib (`pip install "autopar[report]"`) is missing, or the file cannot be written.
         """
         draw(self, Path(path))
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """The argument and result leaves as a DataFrame, one in a row: the data of a report's table of tensors.
+
+        Columns: name, role, dtype, shape, spec, nbytes, bytes_per_device, stage and in_host_memory, as
+        `autopar.plans.views.tensors.Tensor` describes them.
+
+        Raises:
+            ArgumentError: pandas (`pip install "autopar[report]"`) is missing.
+        """
+        return to_dataframe(self)
 
     def __str__(self) -> str:
         return self.summary()

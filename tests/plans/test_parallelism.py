@@ -41,7 +41,7 @@ def of_expert(name: str, expert: Callable[..., P]) -> str:
     return describe(plan)
 
 
-TENSOR = "4 ways: attention by heads, batch sharded between products, columns of weights"
+TENSOR = "4 ways: attention by heads, batch sharded between products, columns of weights, rows of weights"
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ TENSOR = "4 ways: attention by heads, batch sharded between products, columns of
         ("gpt-toy", data_parallel, "data parallel over x and y (8 ways)"),
         ("vit-toy", data_parallel, "data parallel over x and y (8 ways)"),
         ("gpt-toy", megatron, f"tensor parallel (93%) and data parallel (7%) over y ({TENSOR})"),
-        ("t5-toy", megatron, f"over y ({TENSOR}, rows of weights)"),
+        ("t5-toy", megatron, f"over y ({TENSOR})"),
         ("mlp-toy", megatron, "tensor parallel over y (4 ways: columns of weights, rows of weights)"),
         ("moe-toy", data_parallel, "data parallel (70%) and expert parallel (30%) over y (4 ways)"),
-        ("gpt-toy", sequence_parallel, "columns of weights, sequence parallel between products)"),
+        ("gpt-toy", sequence_parallel, "columns of weights, rows of weights, sequence parallel between products)"),
     ],
 )
 def test_plans_of_experts_are_recognised(name: str, expert: Callable[..., P], text: str) -> None:

@@ -243,8 +243,8 @@ def test_baselines_are_the_strategies_of_their_names(small):
     assert list(plans) == ["data parallel", "ZeRO-1", "FSDP (ZeRO-3)", "Megatron over y"]
     described = {name: describe(plan) for name, plan in plans.items()}
     assert described["data parallel"] == "data parallel over x and y (8 ways)"
-    assert "optimizer state sharded over x (ZeRO-" in described["ZeRO-1"]
-    assert "weights sharded over x (FSDP, ZeRO-3)" in described["FSDP (ZeRO-3)"]
+    assert "optimizer state sharded over x and y (ZeRO-" in described["ZeRO-1"]
+    assert "weights sharded over x and y (FSDP, ZeRO-3)" in described["FSDP (ZeRO-3)"]
     assert "tensor parallel over y (4 ways: columns of weights, rows of weights)" in described["Megatron over y"]
     assert all(plan.step_time_s >= small.step_time_s * (1 - 1e-9) for plan in plans.values())
 

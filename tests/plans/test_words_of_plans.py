@@ -133,7 +133,7 @@ CASES: Mapping[str, Case] = {
         "gpt-toy",
         on(2, 4, pins={"batch": P("x", "y")} | megatron("y")),
         "data parallel over x (2 ways); tensor parallel over y (4 ways: attention by heads, batch sharded between "
-        "products, columns of weights)",
+        "products, columns of weights, rows of weights)",
     ),
     # w1 cut x over rows and y over columns, w2 the other way round; partial sums all-reduced over x, then over y.
     "mlp in two dimensions": Case(
@@ -158,7 +158,7 @@ CASES: Mapping[str, Case] = {
         on(2, 4),
         "tensor parallel over x (2 ways: attention by heads, batch sharded between products, columns of weights, rows "
         "of weights); tensor parallel (93%) and sequence parallel (7%) over y (4 ways: attention by heads, columns of "
-        "weights, sequence parallel between products)",
+        "weights, rows of weights, sequence parallel between products)",
     ),
     # The sequence
     #
@@ -245,7 +245,8 @@ CASES: Mapping[str, Case] = {
         on(2, 4),
         "tensor parallel (65%) and expert parallel (34%) over x (2 ways: attention by heads, columns of weights, rows "
         "of weights, sequence parallel between products); tensor parallel (53%), expert parallel (30%) and data "
-        "parallel (16%) over y (4 ways: attention by heads, batch sharded between products, columns of weights)",
+        "parallel (16%) over y (4 ways: attention by heads, batch sharded between products, columns of weights, rows "
+        "of weights)",
     ),
     # Stages
     #
@@ -264,7 +265,7 @@ CASES: Mapping[str, Case] = {
     "mlp, within a budget": Case(
         "mlp-1b",
         {"mesh": (8,), "cluster": "dgx-h100:1", "memory_budget": "700MB", "pins": {"batch": P("x")}},
-        "tensor parallel over x (8 ways: batch sharded between products, columns of weights)",
+        "tensor parallel over x (8 ways: batch sharded between products, columns of weights, rows of weights)",
         {"layers": 2, "batch": 1024},
     ),
     # w1, w2, embedding and head cut x and gathered, 139 of 156 million elements; wq, wk, wv, wo whole with moments cut

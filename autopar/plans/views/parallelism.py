@@ -28,16 +28,16 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import sections
 
 #: Form -> its name, and what is said of it besides.
-NAMES: Mapping[str, tuple[str, str]] = {
-    "data": ("data parallel", ""),
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "data": ("data parallel",),
     "columns": ("tensor parallel", "columns of weights"),
     "rows": ("tensor parallel", "rows of weights"),
-    "batch rows": ("tensor parallel", "batch sharded between products"),
-    "scattered rows": ("tensor parallel", "sequence parallel between products"),
+    "batch rows": ("tensor parallel", "rows of weights", "batch sharded between products"),
+    "scattered rows": ("tensor parallel", "rows of weights", "sequence parallel between products"),
     "heads": ("tensor parallel", "attention by heads"),
-    "expert": ("expert parallel", ""),
-    "sequence": ("sequence parallel", ""),
-    "context": ("context parallel", ""),
+    "expert": ("expert parallel",),
+    "sequence": ("sequence parallel",),
+    "context": ("context parallel",),
     "contraction": ("tensor parallel", "features of activations"),
     "features": ("tensor parallel", "features of activations"),
 }
@@ -92,7 +92,7 @@ def _named(shares: Mapping[str, float]) -> tuple[tuple[tuple[str, int], ...], tu
         for form, share in shares.items()
         if share >= (LEAST_ATTENTION if form == "heads" else LEAST_SHARE) and _name(form, shares) in names
     ]
-    details = tuple(sorted({detail for form in described if (detail := NAMES[form][1])}))
+    details = tuple(sorted({detail for form in described for detail in NAMES[form][1:]}))
     ranked = sorted(names, key=lambda name: -names[name])
     if len(ranked) == 1 and names[ranked[0]] >= MOST_SHARE:
         return ((ranked[0], 100),), details

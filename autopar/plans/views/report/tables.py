@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.collective import Collective
-from autopar.ir.layout import device_share
-from autopar.ir.text import seconds, size, spec_text
-from autopar.ir.text.parameters import dtype_of
-from autopar.ir.text.printer import long_dtype
+from autopar.ir.text import seconds, size
+from autopar.ir.text.printer import short_dtype
 from autopar.plans.record import PlanRecord
-from autopar.plans.views.groups import owner, sections
+from autopar.plans.views import tensors as leaves
 from autopar.plans.views.parallelism import describe
 from autopar.plans.views.summary import STATUS, cause, stage_rows
 
@@ -38,43 +36,30 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
 
 
-def _nbytes(n: float) -> Cell:
-    return Cell(size(n), n)
+def _nbytes(n: float | None) -> Cell:
+    return Cell("", 0.0) if n is None else Cell(size(n), n)
 
 
 def tensors(plan: PlanRecord) -> Table:
     """Every argument leaf and every result leaf."""
     heads = ("path", "role", "type", "PartitionSpec", "bytes", "per device", "stored by")
-    return Table("tensors", heads, (*_arguments(plan), *_results(plan)))
+    return Table("tensors", heads, tuple(_tensor(plan, row) for row in leaves.tensors(plan)))
 
 
-def _arguments(plan: PlanRecord) -> Iterator[tuple[Cell, ...]]:
-    specs = plan.in_specs()
-    roles = {i: title for title, members in sections(plan).items() for i in members}
-    for i in roles:
-        path, kind = plan.input_paths[i], plan.input_types[i]
-        stage = owner(plan, i)
-        sizes = tuple((stage or plan.stages[0]).submesh.values())
-        nbytes = math.prod(plan.input_shapes[i]) * dtype_of(long_dtype(kind.partition("[")[0])).itemsize
-        place = stage.name if stage else "all devices" if not plan.pipelined else "the stages that read it"
-        yield (
-            Cell(path, code=True),
-            Cell(roles[i]),
-            Cell(kind, code=True),
-            Cell(spec_text(specs[i]), code=True),
-            _nbytes(nbytes),
-            _nbytes(nbytes * device_share(plan.inputs[i], plan.input_shapes[i], sizes)),
-            Cell(f"{place}, host memory" if i in plan.offloaded else place),
-        )
-
-
-def _results(plan: PlanRecord) -> Iterator[tuple[Cell, ...]]:
-    for path, shape, partition in zip(plan.output_paths, plan.output_shapes, plan.out_specs(), strict=True):
-        shown = "x".join(map(str, shape)) or "scalar"
-        yield (
-            Cell(path, code=True), Cell("result"), Cell(shown, code=True), Cell(spec_text(partition), code=True),
-            Cell("", 0.0), Cell("", 0.0), Cell("")
-        )  # fmt: skip
+def _tensor(plan: PlanRecord, row: leaves.Tensor) -> tuple[Cell, ...]:
+    place = row.stage or ("the stages that read it" if plan.pipelined else "all devices")
+    place += ", host memory" if row.in_host_memory else ""
+    extents = "x".join(map(str, row.shape)) or "scalar"
+    kind = f"{short_dtype(row.dtype)}[{','.join(map(str, row.shape))}]" if row.dtype else extents
+    return (
+        Cell(row.name, code=True),
+        Cell(row.role),
+        Cell(kind, code=True),
+        Cell(row.spec, code=True),
+        _nbytes(row.nbytes),
+        _nbytes(row.bytes_per_device),
+        Cell(place if row.role != "result" else ""),
+    )
 
 
 def collectives(plan: PlanRecord) -> Table:
