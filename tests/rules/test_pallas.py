@@ -496,15 +496,16 @@ def attention(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(lambda q, k, v: kernel(q, k, v).sum(), (0, 1, 2))
 
 
-def test_splash_attention_is_cut_by_batch() -> None:
+def test_splash_attention_is_cut_by_batch_and_heads() -> None:
+    """In JAX 0.10 by batch alone: there the kernel accumulates in results that all heads share."""
     mask = masks.MultiHeadMask([masks.CausalMask((SEQ, SEQ)) for _ in range(HEADS)])
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=True)
     q = jax.ShapeDtypeStruct((8, HEADS, SEQ, WIDTH), jnp.float32)
     kernels = calls(attention(jax.vmap(kernel)), q, q, q)
     assert len(kernels) == 3
     for op in kernels:
-        free = [axis for axis in pallas.grid_axes(op.params) if not axis.obstacle]
-        assert [axis.size for axis in free] == [8]
+        free = [axis.size for axis in pallas.grid_axes(op.params) if not axis.obstacle]
+        assert free == ([8, HEADS] if op.params["grid_mapping"].scratch_avals else [8])
 
 
 def test_flash_attention_is_cut_by_batch_and_heads() -> None:
