@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options import Json, PinTexts, StrategyTexts, pins_of, report, say, sizes
+from autopar.cli.options import Json, PinTexts, StrategyTexts, pins_of, report, say, show, sizes
 from autopar.cli.step import Step, with_step
 from autopar.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
 
 app = typer.Typer()
 
@@ -68,12 +71,14 @@ def what_if(
 @app.command()
 @with_step
 def trace(
-    step: Step, output: Annotated[Path, typer.Argument(help="the file to write, such as step.trace.json")]
+    step: Step,
+    output: Annotated[Path, typer.Argument(help="the file to write, such as step.trace.json")],
+    as_json: Json = False,
 ) -> None:
     """Write the predicted step of TARGET as a timeline for https://ui.perfetto.dev."""
     plan = step.plan()
     plan.trace(output)
-    say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
+    _written(plan, output, as_json)
 
 
 @app.command()
@@ -105,12 +110,21 @@ def report_page(
     baselines: Annotated[
         bool, typer.Option("--baselines", help="plan data parallel, ZeRO-1, FSDP and Megatron as well, to compare")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Write the plan of TARGET as one page for a browser, which needs no network."""
     plan = step.plan()
     with step.remembered():
         plan.report(output, baselines=baselines)
-    say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
+    _written(plan, output, as_json)
+
+
+def _written(plan: Plan, output: Path, as_json: bool) -> None:
+    """Say what a file has: on stderr, or as JSON on stdout."""
+    if as_json:
+        show({"written_to": str(output), "stages": len(plan.stages), "step_time_s": plan.step_time_s})
+    else:
+        say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
 
 
 def _changes(changes: Sequence[str], pins: Mapping[str, Any], hosts: int | None) -> dict[str, Any]:

@@ -336,7 +336,8 @@ def test_report_writes_a_page(autopar, tmp_path):
     assert (status, out) == (0, "")
     assert err.startswith("1 stages, ")
     assert err.endswith(f" s per step, written to {page}\n")
-    assert autopar("report", plan, again)[0] == 0
+    status, out, err = autopar("report", plan, again, "--json")
+    assert (status, err, json.loads(out)["stages"]) == (0, "", 1)
     title = "<title>Plan for 2 devices of dgx-h100, mesh (x=2)</title>"
     assert title in page.read_text()
     assert title in again.read_text()
@@ -351,7 +352,9 @@ def test_trace_writes_a_timeline(autopar, tmp_path):
     status, out, err = autopar("trace", "mlp-toy", direct, "--mesh", "2", "--stages", "2")
     assert (status, out) == (0, "")
     assert "2 stages" in err
-    assert autopar("trace", plan, saved)[0] == 0
+    status, out, err = autopar("trace", plan, saved, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["written_to"] == str(saved)
     assert json.loads(direct.read_text()) == json.loads(saved.read_text())
 
 
