@@ -3,6 +3,7 @@
     memory          twice the bytes per device, if recomputation, host memory or the limit itself cost time
     mesh            the best mesh of as many devices, if one was given
     microbatches    half as many on one mesh, twice as many in a pipeline, if their number was given
+    schedule        ZB-H1, whose bubble is the smallest, in a pipeline with another one
     pins            none, if there are any
 
 `hints` plans those that apply and keeps what gains `LEAST_GAIN` of the step or more, the most first.
@@ -19,10 +20,12 @@ from autopar.ir.text import size
 from autopar.options import Settings
 from autopar.plans.origin import Hint
 from autopar.plans.plan import Plan
+from autopar.schedules import SCHEDULES
 
 LEAST_GAIN = 0.01  # of the step time
 FULL = 0.9  # share of the memory limit from which on the limit may cost time
 MOST = 3  # hints
+SMALLEST_BUBBLE = "zb-h1"
 
 
 def _memory(plan: Plan, s: Settings) -> Mapping[str, Any]:
@@ -41,6 +44,11 @@ def _microbatches(plan: Plan, s: Settings) -> Mapping[str, Any]:
     return {"num_microbatches": 2 * plan.num_microbatches if plan.pipelined else plan.num_microbatches // 2}
 
 
+def _schedule(plan: Plan, s: Settings) -> Mapping[str, Any]:
+    has_backward = plan.pipelined and SCHEDULES[plan.schedule].backward
+    return {"schedule": SMALLEST_BUBBLE} if has_backward and plan.schedule != SMALLEST_BUBBLE else {}
+
+
 def _pins(plan: Plan, s: Settings) -> Mapping[str, Any]:
     return {"pins": None} if s.pins else {}
 
@@ -50,6 +58,7 @@ CHANGES: tuple[tuple[Callable[[Plan, Settings], Mapping[str, Any]], Callable[[Pl
     (_memory, lambda plan: f"memory_budget={plan.memory_limit_bytes}, {size(plan.memory_limit_bytes)} per device"),
     (_mesh, lambda plan: f"mesh={dict(plan.mesh)}"),
     (_microbatches, lambda plan: f"num_microbatches={plan.num_microbatches}"),
+    (_schedule, lambda plan: f"schedule={plan.schedule!r}"),
     (_pins, lambda plan: "no pins"),
 )
 

@@ -261,6 +261,16 @@ def test_hints_are_plans_under_one_other_option() -> None:
     assert times[-1] < tight.step_time_s
 
 
+def test_a_pipeline_is_told_of_the_schedule_with_the_smallest_bubble() -> None:
+    model = zoo.build("mlp-toy")
+    options = {"mesh": (2,), "cluster": dear((2,)), "stages": 2, "num_microbatches": 2}
+    plan = autopar.plan(model.step, *model.abstract_args(), schedule="gpipe", **options)
+    other = autopar.plan(model.step, *model.abstract_args(), schedule="zb-h1", **options)
+    hints = {hint.change: hint.step_time_s for hint in plan.hints()}
+    assert hints["schedule='zb-h1'"] == pytest.approx(other.step_time_s)
+    assert not any(hint.change.startswith("schedule") for hint in other.hints())
+
+
 def test_a_plan_that_nothing_makes_faster_has_no_hints() -> None:
     model = zoo.build("mlp-toy")
     assert autopar.plan(model.step, *model.abstract_args(), mesh=(2,)).hints() == ()
