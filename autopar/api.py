@@ -317,7 +317,7 @@ class ParallelFunction:
 
         Raises:
             AutoparError: the step cannot be planned, or its arguments do not fit.
-            ArgumentError: `steps` is no positive integer, or another profile is being taken in this process.
+            ArgumentError: `steps` is no positive integer, an argument has no value, or another profile is being taken.
         """
         with self._opened(args, kwargs) as array_args:
             planned = self._planned_step(array_args)

@@ -164,6 +164,8 @@ def test_what_cannot_be_profiled(one_mesh, tmp_path):
     step, args, profile = one_mesh
     with pytest.raises(ArgumentError, match=r"^steps=0 must be an integer of at least 1$"):
         step.profile(*args, steps=0)
+    with pytest.raises(ArgumentError, match=r"a call needs arrays"):
+        step.profile(*jax.eval_shape(lambda: args), steps=1)
     jax.profiler.start_trace(str(tmp_path))
     try:
         with pytest.raises(ArgumentError, match=r"no profile can be taken: .*End the other profile first"):

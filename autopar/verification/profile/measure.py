@@ -20,6 +20,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.views.timeline import instruction_words, simulated
 from autopar.runtime.executables import Executable
 from autopar.runtime.executor import FIRST_LOOP
+from autopar.runtime.single_program import place_argument
 from autopar.verification import hlo
 from autopar.verification.profile.comparison import PASS, Profile
 from autopar.verification.profile.operation import Operation
@@ -47,12 +48,16 @@ def profile(
         steps: how many; one more runs before them.
 
     Raises:
-        ArgumentError: `steps` is no positive integer, or another profile is being taken.
+        ArgumentError: `steps` is no positive integer, an argument has no value, or another profile is being taken.
+        DonatedError: an argument was donated to an earlier step.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"steps={steps!r:.60} must be an integer of at least 1")
-    placed = [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    donated = frozenset(executable.plan.donated)
+    donated, paths = frozenset(executable.plan.donated), executable.plan.input_paths
+    placed = [
+        place_argument(leaf, sharding, i in donated, paths[i])
+        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+    ]
 
     def arguments() -> list[Any]:
         copies: list[Any] = jax.block_until_ready([x.copy() if i in donated else x for i, x in enumerate(placed)])
