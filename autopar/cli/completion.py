@@ -6,7 +6,7 @@ when they are asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -37,29 +37,9 @@ def strategies(incomplete: str) -> list[str]:
     return _beginning([f"{name}:" for name in STRATEGIES], incomplete)
 
 
-def schedules(incomplete: str) -> list[str]:
-    """Values of the option `schedule`."""
-    return _values("schedule", incomplete)
-
-
-def remat(incomplete: str) -> list[str]:
-    """Values of the option `remat`."""
-    return _values("remat", incomplete)
-
-
-def offload(incomplete: str) -> list[str]:
-    """Values of the option `offload`."""
-    return _values("offload", incomplete)
-
-
-def solvers(incomplete: str) -> list[str]:
-    """Values of the option `solver`."""
-    return _values("solver", incomplete)
-
-
-def stages(incomplete: str) -> list[str]:
-    """Words for the option `stages`, which may be a number too."""
-    return _values("stages", incomplete)
+def values(option: str) -> Callable[[str], list[str]]:
+    """A function that gives the words for an option of `autopar.parallelize`."""
+    return lambda incomplete: _values(option, incomplete)
 
 
 def _values(option: str, incomplete: str) -> list[str]:

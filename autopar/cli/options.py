@@ -35,7 +35,7 @@ Layers = Annotated[int | None, typer.Option(help="layers of the model")]
 Batch = Annotated[int | None, typer.Option(help="global batch")]
 Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
 Dtype = Annotated[str | None, typer.Option(help="dtype of parameters and computation, such as bfloat16")]
-Solver = Annotated[str, typer.Option(help="auto, cbc or highs", autocompletion=completion.solvers)]
+Solver = Annotated[str, typer.Option(help="auto, cbc or highs", autocompletion=completion.values("solver"))]
 Gap = Annotated[
     float | None, typer.Option(help="tolerance of the step, against the bound on all plans; default: 0.005, 0: a proof")
 ]
@@ -48,14 +48,15 @@ MemoryBudget = Annotated[
 Remat = Annotated[
     str,
     typer.Option(
-        help="what the backward pass computes again: auto, none, dots or full", autocompletion=completion.remat
+        help="what the backward pass computes again: auto, none, dots or full",
+        autocompletion=completion.values("remat"),
     ),
 ]
 Offload = Annotated[
     str,
     typer.Option(
         help="optimizer state in the host's memory: auto (what memory forces there), none or all",
-        autocompletion=completion.offload,
+        autocompletion=completion.values("offload"),
     ),
 ]
 Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="parts of the batch, one after the other")]
@@ -63,13 +64,13 @@ Stages = Annotated[
     str,
     typer.Option(
         help="parts of the model, side by side on submeshes: a number, search or auto",
-        autocompletion=completion.stages,
+        autocompletion=completion.values("stages"),
     ),
 ]
 ScheduleName = Annotated[
     str,
     typer.Option(
-        "--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...", autocompletion=completion.schedules
+        "--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...", autocompletion=completion.values("schedule")
     ),
 ]
 PerMicrobatch = Annotated[str | None, typer.Option(help="globs of what microbatches may compute each for itself")]

@@ -79,14 +79,17 @@ class Step:
         if self.is_file:
             return Plan.load(self.target)
         fn, args = targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
+        with cache(not self.no_cache):
+            return api.plan(fn, *args, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """Options of `autopar.plan`: all of them, or those that go with a saved plan."""
         asked: dict[str, Any] = {"pins": pins_of(self.pins, self.strategies)}
         asked |= options(self.mesh, self.cluster, self.hosts, "auto", self.memory_budget)
-        with cache(not self.no_cache):
-            if self.plan_file is None:
-                asked |= {**in_stages(self.stages, self.schedule, self.num_microbatches), "remat": self.remat}
-                return api.plan(fn, *args, **asked)
-            kept = {name: asked[name] for name in ("mesh", "cluster", "memory_budget", "pins") if name in asked}
-            return api.plan(fn, *args, plan=self.plan_file, **kept)
+        if self.plan_file is None:
+            return {**asked, **in_stages(self.stages, self.schedule, self.num_microbatches), "remat": self.remat}
+        kept = {name: asked[name] for name in ("mesh", "cluster", "memory_budget", "pins") if name in asked}
+        return {**kept, "plan": self.plan_file}
 
     def profile(self, steps: int) -> Profile:
         """Measured steps on the devices of this machine, with arguments of one value. ArgumentError for a file."""
@@ -95,11 +98,8 @@ class Step:
 
         self._check_has_step()
         fn, args = targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
-        asked: dict[str, Any] = options(self.mesh, self.cluster, self.hosts, "auto", self.memory_budget)
-        asked |= {"pins": pins_of(self.pins, self.strategies), "remat": self.remat, "plan": self.plan_file}
-        asked |= in_stages(self.stages, self.schedule, self.num_microbatches)
         with cache(not self.no_cache):
-            return api.parallelize(fn, **asked).profile(*targets.arrays(args), steps=steps)
+            return api.parallelize(fn, **self._options()).profile(*targets.arrays(args), steps=steps)
 
     def plan_with_step(self) -> Plan:
         """The plan with its step. ArgumentError for the file of a plan alone."""

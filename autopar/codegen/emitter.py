@@ -297,8 +297,10 @@ def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequenc
     operand_layouts = [context.read_layout(atom, f"{op.tag}.in{k}") for k, atom in enumerate(op.inputs)]
     result_layouts = [context.unreduced(op, position, ()) for position in range(len(op.outputs))]
     bind: Callable[[Sequence[Any]], Sequence[Any]] = partial(jax_compat.bind, op.equation)
-    is_kernel, of_user = op.name == "pallas_call", context.rules[op.signature].origin == "user"
-    if (of_user and is_kernel) or (not is_kernel and all(layout == unsharded for layout in result_layouts)):
+    is_kernel = op.name == "pallas_call"
+    if is_kernel and context.rules[op.signature].origin == "user":
+        return bind
+    if not is_kernel and all(layout == unsharded for layout in result_layouts):
         return bind
     ranks = [context.graph.type_of(atom).rank for atom in op.inputs]
     in_specs = tuple(spec(layout, rank, names) for layout, rank in zip(operand_layouts, ranks, strict=True))

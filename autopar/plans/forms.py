@@ -11,9 +11,9 @@ which form of parallelism that is:
     the same, along another dimension of the activation     scattered rows    sequence parallel, Megatron [3], 4.2
     a batch dimension of two activations                    heads             tensor parallel, Megatron [1], 3
     a batch dimension of an activation and a weight         expert            GShard [2], 3
-    the experts in products that dispatch and combine       expert            GShard [2], 3   -> _expert_dimensions
+    the experts in products that dispatch and combine       expert            GShard [2], 3   -> expert_dimensions
     a free dimension of the activation, beside a weight     sequence          GSPMD [5], 5.1
-    the sequence in a product of two activations            context           Ring attention [4]  -> _sequence
+    the sequence in a product of two activations            context           Ring attention [4]  -> sequence_dimensions
     another dimension of two activations, contracted        contraction
     another dimension of one of them                        features
 
@@ -236,9 +236,9 @@ class _Products:
         in_result = factor in rule.results[0]
         if any(weights):
             if len(holders) == 2:
-                return (
-                    self._rows(op, rule, axis) if not in_result else "columns" if op.name == CONVOLUTION else "expert"
-                )
+                if not in_result:
+                    return self._rows(op, rule, axis)
+                return "columns" if op.name == CONVOLUTION else "expert"
             return "columns" if weights[holders[0]] else "sequence"
         if len(holders) == 2 and in_result:
             return "heads"

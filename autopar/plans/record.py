@@ -7,6 +7,7 @@ about it. `autopar.plans.plan` adds files and views.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,12 @@ class PlanRecord:
         """The stages of each rank."""
         numbers = sorted({stage.rank for stage in self.stages})
         return tuple(tuple(stage for stage in self.stages if stage.rank == rank) for rank in numbers)
+
+    @property
+    def rank_devices(self) -> tuple[range, ...]:
+        """The positions of each rank's devices among those of the mesh."""
+        ends = list(itertools.accumulate((stages[0].devices for stages in self.ranks), initial=0))
+        return tuple(range(begin, end) for begin, end in itertools.pairwise(ends))
 
     @property
     def mesh(self) -> Mapping[str, int]:

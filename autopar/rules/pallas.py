@@ -61,28 +61,30 @@ def grid_axes(params: Params) -> tuple[GridAxis, ...]:
 
 def _axis(params: Params, axis: int, blocks: Sequence[Sequence[BlockDim]]) -> GridAxis:
     mapping, size = params["grid_mapping"], params["grid_mapping"].grid[axis]
-    dims: list[int | None] = [None] * mapping.num_index_operands
-    obstacle = ""
-    for number, block in enumerate(blocks):
-        mine = [d for d, dim in enumerate(block) if axis in dim.depends_on]
-        if any(block[d].is_axis != axis for d in mine):
-            obstacle = obstacle or f"block indices of {_operand(mapping, number)} are computed from it"
-        elif len(mine) > 1:
-            obstacle = obstacle or f"several dimensions of {_operand(mapping, number)} follow it"
-        elif mine and block[mine[0]].size * size != block[mine[0]].extent:
-            obstacle = obstacle or f"its blocks do not cover dimension {mine[0]} of {_operand(mapping, number)} exactly"
-        elif not mine and number >= mapping.num_inputs:
-            obstacle = obstacle or f"{_operand(mapping, number)} has no dimension of it: it accumulates over this axis"
-        dims.append(mine[0] if len(mine) == 1 else None)
-    obstacle = obstacle or _obstacle_of_call(params, dims) or _obstacle_of_body(params, axis)
-    return GridAxis(size, tuple(dims), obstacle)
+    counted = [[d for d, dim in enumerate(block) if axis in dim.depends_on] for block in blocks]
+    dims = (*[None] * mapping.num_index_operands, *(of[0] if len(of) == 1 else None for of in counted))
+    of_blocks = (
+        _obstacle_of_blocks(mapping, number, {d: block[d] for d in of}, axis)
+        for number, (block, of) in enumerate(zip(blocks, counted, strict=True))
+    )
+    obstacle = next(filter(None, of_blocks), "") or _obstacle_of_call(params, dims) or _obstacle_of_body(params, axis)
+    return GridAxis(size, dims, obstacle)
 
 
-def _operand(mapping: Any, number: int) -> str:
-    """An operand or result with blocks, in words."""
-    if number < mapping.num_inputs:
-        return f"operand {mapping.num_index_operands + number}"
-    return f"result {number - mapping.num_inputs}"
+def _obstacle_of_blocks(mapping: Any, number: int, counted: Mapping[int, BlockDim], axis: int) -> str:
+    """Why the blocks of an operand or result do not follow a grid axis; `counted`: dimensions that depend on it."""
+    is_result = number >= mapping.num_inputs
+    name = f"result {number - mapping.num_inputs}" if is_result else f"operand {mapping.num_index_operands + number}"
+    if any(dim.is_axis != axis for dim in counted.values()):
+        return f"block indices of {name} are computed from it"
+    if len(counted) > 1:
+        return f"several dimensions of {name} follow it"
+    for d, dim in counted.items():
+        if dim.size * mapping.grid[axis] != dim.extent:
+            return f"its blocks do not cover dimension {d} of {name} exactly"
+    if is_result and not counted:
+        return f"{name} has no dimension of it: it accumulates over this axis"
+    return ""
 
 
 def _obstacle_of_call(params: Params, dims: Sequence[int | None]) -> str:
@@ -260,7 +262,8 @@ class _Initialisation:
         elif any(buffer is not None and buffer not in written for buffer in buffers):
             return False
         elif name in _SCALAR and all(value is not None for value in values):
-            scalars[equation.outvars[0]] = _SCALAR[name](*values)
+            dtype = equation.outvars[0].aval.dtype  # in which the value may wrap
+            scalars[equation.outvars[0]] = np.asarray(_SCALAR[name](*values)).astype(dtype)[()]
         return True
 
     @staticmethod

@@ -140,7 +140,7 @@ def lower(planned: PlannedStep, name: str) -> Lowered:
     if planned.pipeline is not None:
         return Lowered(planned.plan, None, planned, name)
     mesh = planned.mesh()
-    built = codegen.program(planned.traced.graph, planned.plan, planned.rules(), mesh, name.rpartition(".")[2])
+    built = codegen.program(planned.traced.graph, planned.plan, planned.rules(), mesh, name)
     own = planned.traced.mesh
     if own is not None and dict(own.shape) == planned.target.logical.shape:
         typed = Mesh(mesh.devices, mesh.axis_names, axis_types=own.axis_types)

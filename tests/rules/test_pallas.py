@@ -291,6 +291,16 @@ def reset_sometimes(x: Any, out: Any, total: Any) -> None:
     running_sum(x, out, total)
 
 
+def reset_unless_a_narrow_number_wraps(x: Any, out: Any, total: Any) -> None:
+    """256 is 0 in eight bits: the buffer is not overwritten."""
+
+    @pl.when(jnp.uint8(0) != (pl.program_id(1) + 256).astype(jnp.uint8))
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    running_sum(x, out, total)
+
+
 def reset_too_late(x: Any, out: Any, total: Any) -> None:
     out[...] = x[...] + total[...]
     total[...] = x[...]
@@ -387,6 +397,12 @@ REFUSED: dict[str, tuple[Callable[[], Kernel], str]] = {
     ),
     "aliased to what is whole": (aliased_elsewhere, "operand 0 is aliased to result 0"),
 }
+
+
+def test_numbers_wrap_as_in_the_kernel() -> None:
+    spec = pl.BlockSpec((8, 8), lambda i, k: (i, 0))
+    kernel = of_rows(reset_unless_a_narrow_number_wraps, spec, spec, (4, 2), **SCRATCH)
+    assert "reads scratch memory" in axes(kernel)[0].obstacle
 
 
 @pytest.mark.parametrize("name", REFUSED)

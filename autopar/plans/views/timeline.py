@@ -74,9 +74,8 @@ def simulated(plan: PlanRecord) -> tuple[Schedule, Simulation]:
 
 def _pipeline(plan: PlanRecord) -> Iterator[Event]:
     schedule, simulation = simulated(plan)
-    place, before, first = schedule.pipeline.placement, plan.parts.get("first loop", 0.0), 0
-    for rank, instructions in enumerate(schedule.lists):
-        devices = plan.ranks[rank][0].devices
+    place, before = schedule.pipeline.placement, plan.parts.get("first loop", 0.0)
+    for rank, (instructions, devices) in enumerate(zip(schedule.lists, plan.rank_devices, strict=True)):
         rows = {"step": STEP, "passes": WORK}
         events = [event("step", rank, STEP, 0.0, plan.step_time_s)]
         if before:
@@ -86,9 +85,8 @@ def _pipeline(plan: PlanRecord) -> Iterator[Event]:
                 row = rows.setdefault(_row(i, place), len(rows))
                 args = {"instruction": str(i), **_transferred(plan, i)}
                 events.append(event(instruction_words(i), rank, row, before + start, end - start, **args))
-        yield from named(rank, f"rank {rank}: devices {first} to {first + devices - 1}", list(rows))
+        yield from named(rank, f"rank {rank}: devices {devices[0]} to {devices[-1]}", list(rows))
         yield from events
-        first += devices
 
 
 def _row(i: Instruction, place: Sequence[int]) -> str:

@@ -109,12 +109,12 @@ class Profile(ShownAsText):
         yield Compared("idle", 0.0, self.step_time_s - _mean(busy))
 
     def _passes(self) -> Iterator[Compared]:
-        first, count = 0, self.plan.num_microbatches
+        count = self.plan.num_microbatches
         words = {"F": "forward", "B": "backward", "W": "weight gradients", "once": "once per step"}
-        for rank, stages in enumerate(self.plan.ranks):
+        ranks = zip(self.plan.ranks, self.plan.rank_devices, strict=True)
+        for rank, (stages, devices) in enumerate(ranks):
             numbers = [self.plan.stages.index(stage) for stage in stages]
             predicted = 0.0
-            devices = range(first, first := first + stages[0].devices)
             for number, stage in zip(numbers, stages, strict=True):
                 for kind, t in stage.busy(count).items():
                     predicted += t

@@ -106,10 +106,11 @@ def from_planes(planes: Iterable[Any]) -> Recording:
     producers: dict[int, int] = {}  # producer number -> position in events
     ends: dict[int, float] = {}
     for plane in planes:
-        device = _DEVICE.match(plane.name)
-        lines = {line.name: list(line.events) for line in plane.lines} if device else {}
-        if "XLA Modules" in lines and "XLA Ops" in lines:
-            events.extend(_from_rows(lines, int(device[1]) if device else 0))
+        of_device = _DEVICE.match(plane.name)
+        device = int(of_device[1]) if of_device else 0
+        lines = {line.name: line for line in plane.lines}
+        if of_device and {"XLA Modules", "XLA Ops"} <= lines.keys():
+            events.extend(_from_rows(lines["XLA Modules"].events, lines["XLA Ops"].events, device))
             continue
         for e in (e for line in plane.lines for e in line.events):
             if e.name == CALL:
@@ -119,7 +120,7 @@ def from_planes(planes: Iterable[Any]) -> Recording:
             if e.name.startswith(_END):
                 ends[stats.get("_c", -1)] = (e.start_ns + e.duration_ns) * _NANO
             elif "hlo_op" in stats and "hlo_module" in stats:
-                number = stats.get("device_ordinal", int(device[1]) if device else 0)
+                number = stats.get("device_ordinal", device)
                 producers[stats.get("_p", -1 - len(events))] = len(events)
                 start, seconds = e.start_ns * _NANO, e.duration_ns * _NANO
                 events.append(Event(str(stats["hlo_module"]), str(stats["hlo_op"]), int(number), start, seconds))
@@ -130,11 +131,11 @@ def from_planes(planes: Iterable[Any]) -> Recording:
     return Recording(tuple(in_order), tuple(sorted(events, key=lambda e: (e.start_s, e.device, e.name))))
 
 
-def _from_rows(lines: Mapping[str, list[Any]], device: int) -> Iterator[Event]:
+def _from_rows(module_row: Iterable[Any], op_row: Iterable[Any], device: int) -> Iterator[Event]:
     """Operations of a plane that has a row of modules: each belongs to the last module that started before it."""
-    modules = sorted((e.start_ns, re.sub(r"\(.*", "", e.name)) for e in lines["XLA Modules"])
+    modules = sorted((e.start_ns, re.sub(r"\(.*", "", e.name)) for e in module_row)
     starts = [start for start, _ in modules]
-    for e in lines["XLA Ops"]:
+    for e in op_row:
         at = bisect.bisect_right(starts, e.start_ns) - 1
         if at >= 0:
             name = re.sub(r" = .*", "", e.name).lstrip("%")  # an event may be named by the whole instruction

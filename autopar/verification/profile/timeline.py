@@ -40,9 +40,7 @@ def both_timelines(plan: Plan, operations: Sequence[Operation], step_time_s: flo
 
 def _instruction_rows(plan: Plan, operations: Sequence[Operation], predicted: Sequence[Event]) -> Iterator[Event]:
     """The instructions of each rank as they ran, on a row of its process behind the predicted ones."""
-    first = 0
-    for rank, stages in enumerate(plan.ranks):
-        devices = range(first, first := first + stages[0].devices)
+    for rank, devices in enumerate(plan.rank_devices):
         spans: dict[str, Interval] = {}
         for operation in operations:
             if operation.device in devices:
