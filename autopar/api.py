@@ -35,6 +35,7 @@ from autopar.options import Options, Settings, name_of, settings, with_options, 
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable, Lowered, lower
 from autopar.runtime.planned_step import Pin, PlannedStep
+from autopar.runtime.processes import whole
 from autopar.verification.checking import Check, compare_with_one_device
 from autopar.verification.profile.comparison import Profile
 from autopar.verification.profile.measure import profile
@@ -181,6 +182,8 @@ def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Che
 def gather(tree: Any) -> Any:
     """Copy every array of a tree, sharded or not, to the host.
 
+    With several processes, all of them call it with the same tree.
+
     Args:
         tree: a pytree.
 
@@ -191,16 +194,16 @@ def gather(tree: Any) -> Any:
     Raises:
         DonatedError: an array of the tree was donated to a step.
     """
-    return jax.tree.map(lambda x: _whole(x) if isinstance(x, jax.Array) and not _extended(x) else x, tree)
-
-
-def _whole(x: jax.Array) -> np.ndarray:
-    if x.is_deleted():
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _extended(x)}
+    deleted = next((x for x in arrays.values() if x.is_deleted()), None)
+    if deleted is not None:
         raise DonatedError(
-            f"an array of shape {x.shape} was donated to an earlier step and its memory reused. "
+            f"an array of shape {deleted.shape} was donated to an earlier step and its memory reused. "
             "Gather the state that the step returned, or pass donate_argnums=()."
         )
-    return np.asarray(x)
+    on_host = dict(zip(arrays, whole(list(arrays.values())), strict=True))
+    return jax.tree.unflatten(structure, [on_host.get(i, x) for i, x in enumerate(leaves)])
 
 
 def _extended(x: jax.Array) -> bool:

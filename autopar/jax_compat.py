@@ -16,6 +16,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,13 +24,14 @@ import jax.extend.core as jex
 import jaxlib.version
 from jax._src import config as jax_config  # tried on 0.10.2, 0.12.0: settings that change what a trace gives
 from jax._src import core as jax_core  # tried on 0.10.2, 0.12.0: the trace in force, to find values that outlive it
-from jax._src import effects as jax_effects  # tried on 0.10.2, 0.12.0: which effects force an order
-from jax._src import mesh as jax_mesh  # tried on 0.10.2, 0.12.0: the mesh in force with its devices
-from jax._src import pjit as jax_pjit  # tried on 0.10.2, 0.12.0: the primitive of with_sharding_constraint
 from jax._src import (
+    distributed,  # tried on 0.10.2, 0.12.0: the store that processes share
     source_info_util,  # tried on 0.10.2, 0.12.0: user frames and name stacks of equations
     xla_bridge,  # tried on 0.10.2, 0.12.0: whether a backend is running
 )
+from jax._src import effects as jax_effects  # tried on 0.10.2, 0.12.0: which effects force an order
+from jax._src import mesh as jax_mesh  # tried on 0.10.2, 0.12.0: the mesh in force with its devices
+from jax._src import pjit as jax_pjit  # tried on 0.10.2, 0.12.0: the primitive of with_sharding_constraint
 from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead code elimination, also inside scans
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -505,3 +507,37 @@ def is_concrete_mesh(mesh: Any) -> bool:
 def versions() -> str:
     """JAX's and jaxlib's versions, for cache keys and plans."""
     return f"jax-{jax.__version__} jaxlib-{jaxlib.version.__version__}"
+
+
+def key_implementation(dtype: Any) -> str:
+    """The name of the implementation of random keys of a type. Tried on 0.10.2 and 0.12.0."""
+    return str(dtype._impl.name)
+
+
+@dataclass(frozen=True)
+class ProcessStore:
+    """Keys and values that the processes of `jax.distributed` share. Tried on 0.10.2 and 0.12.0."""
+
+    client: Any
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self.client.key_value_set_bytes(key, value)
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """The value of a key; None if there is none after so many seconds."""
+        try:
+            return bytes(self.client.blocking_key_value_get_bytes(key, int(1000 * seconds)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+    def count(self, key: str) -> int:
+        """How often this has been called with a key."""
+        return int(self.client.key_value_increment(key, 1))
+
+
+def process_store() -> ProcessStore:
+    """The store of the processes that `jax.distributed.initialize` has connected."""
+    return ProcessStore(distributed.global_state.client)

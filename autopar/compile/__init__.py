@@ -4,6 +4,7 @@ trace      in the mesh that the user has set, types included
 plan       on one mesh, the best of candidates with Auto axes              -> autopar/compile/one_mesh.py
            in stages as the user gives them                                -> autopar/compile/given_stages.py
            in stages that are searched, or on one mesh if that is faster   -> autopar/compile/searched_stages.py
+agree      of several processes the first plans, and all others load its plan -> autopar/compile/agreement.py
 load       a given plan, checked against the function and mesh             -> autopar/runtime/load.py
 origin     what answers questions about the plan                           -> autopar/explain/origin.py
 """
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 
 from autopar import argnums, jax_compat
+from autopar.compile.agreement import planned_by_first
 from autopar.compile.call import Call, in_bytes, ordinary_pins, warn
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
@@ -75,11 +77,24 @@ def _warn_of_idle_devices(name: str, mesh: Mapping[str, int]) -> None:
 
 def _planned(call: Call, s: Settings) -> PlannedStep:
     """The planned step of a traced call; `s`: without strategies among the pins, the memory budget in bytes."""
-    name, traced = name_of(call.fn), call.traced
+    name = name_of(call.fn)
     with jax_compat.automatic_axes():
         if s.plan is not None:
-            given_plan = argnums.donating_no_more(s.plan, call.args, s)
-            return load(name, traced, given_plan, s.mesh, s.cluster, local=call.local)
+            return _loaded(call, s, argnums.donating_no_more(s.plan, call.args, s))
+        if call.local and jax.process_count() > 1:
+            options = repr(replace(s, progress=None))
+            return planned_by_first(name, call, options, lambda: _chosen(call, s), lambda plan: _loaded(call, s, plan))
+        return _chosen(call, s)
+
+
+def _loaded(call: Call, s: Settings, plan: Plan) -> PlannedStep:
+    return load(name_of(call.fn), call.traced, plan, s.mesh, s.cluster, local=call.local)
+
+
+def _chosen(call: Call, s: Settings) -> PlannedStep:
+    """The step as the planners choose it."""
+    name, traced = name_of(call.fn), call.traced
+    with jax_compat.automatic_axes():
         if s.pipelined:
             return GivenStages(call, s).plan()
         excluded = excludes_search(s, traced)

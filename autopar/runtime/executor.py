@@ -13,6 +13,7 @@ instruction is waited for (`PipelineStep.blocking`), an error on a device may al
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from autopar.passes.stages.graph import BEGIN
 from autopar.runtime.failures import failure
 from autopar.runtime.lowered_schedule import ArgumentSource, LoweredSchedule, LoweredUpdate, lower_schedule
 from autopar.runtime.programs import CompiledPrograms, ProgramKey, program_name
+from autopar.runtime.transport import Transport, absent, everywhere, is_here, place
 from autopar.schedules.instructions import Instruction, Kind
 from autopar.schedules.pipeline import Schedule
 
@@ -45,6 +47,8 @@ Stash = Mapping[tuple[int, int], Mapping[int, Any]]
 #: Called after each pass, send, free and update is dispatched, with the instruction and the stash.
 Observer = Callable[[Instruction, Stash], None]
 
+#: Results of at most so many elements are shared with all processes, unless they are state.
+SHARED = 1024
 STATE_LOST = "; state may be used up in part: go on from a saved one"
 
 
@@ -109,8 +113,10 @@ class StepExecution:
         values = {**arguments, **dict(flat.constants), **self.update_results}
         results = [values[a] if isinstance(a, int) else jnp.asarray(a.value) for a in flat.outputs]
         for position, sharding in self.step.result_shardings.items():
-            results[position] = jax.device_put(results[position], sharding)
-        return results
+            results[position] = self._put(results[position], sharding)
+        for position in self.step.shared_results:
+            results[position] = self._put(results[position], everywhere())
+        return [absent(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in results]
 
     @contextmanager
     def _guard(self, stage: int, what: str, ops: Sequence[PlacedOp], lost: str = "") -> Iterator[None]:
@@ -127,7 +133,7 @@ class StepExecution:
         if array is None:
             leaf = self.leaves[position]
             in_place = getattr(leaf, "sharding", None) == sharding
-            array = self.whole[stage][value] = leaf if in_place else jax.device_put(leaf, sharding)
+            array = self.whole[stage][value] = leaf if in_place else self._put(leaf, sharding)
         return array
 
     def begin(self, stage: int) -> None:
@@ -182,7 +188,7 @@ class StepExecution:
         """Copy to the submesh of the stage that reads."""
         transfer = Transfer(i.kind, i.stage, i.to)
         send = self.step.lowered_schedule.sends[transfer]
-        arrays = jax.device_put(self.in_flight.pop((transfer, i.microbatch)), send.shardings)
+        arrays = self.step.transport.move(self.in_flight.pop((transfer, i.microbatch)), send.shardings)
         if self.step.blocking:
             jax.block_until_ready(arrays)
         self._deliver(i.to, i.microbatch, send.values, arrays)
@@ -201,8 +207,8 @@ class StepExecution:
         results = update.function(
             tuple([self._donatable(update.stage, source) for source in update.donated]),
             tuple([self.argument(update.stage, source) for source in update.arguments]),
-            tuple([_moved(self._total(place, position), where) for place, position, where in update.totals]),
-            tuple([_moved(self.update_results[v], where) for v, where in update.reads]),
+            tuple([self._moved(self._total(place, position), where) for place, position, where in update.totals]),
+            tuple([self._moved(self.update_results[v], where) for v, where in update.reads]),
         )
         if self.step.blocking:
             jax.block_until_ready(results)
@@ -215,12 +221,25 @@ class StepExecution:
         """
         array = self.argument(stage, source)
         in_place = array is self.leaves[source[1]] and self.occurrences[id(array)] == 1
-        return array if in_place else array.copy()
+        return array if in_place or not is_here(source[2]) else array.copy()
 
     @cached_property
     def occurrences(self) -> Mapping[int, int]:
         """id of an array -> number of argument leaves that it is."""
         return Counter(map(id, self.leaves))
+
+    def _moved(self, array: Any, where: NamedSharding | None) -> Any:
+        """An array, or the parts of a total, copied to a sharding; None: unchanged."""
+        if where is None:
+            return array
+        parts = array if isinstance(array, tuple) else (array,)
+        moved = self.step.transport.move(parts, [where] * len(parts))
+        return tuple(moved) if isinstance(array, tuple) else moved[0]
+
+    def _put(self, value: Any, sharding: NamedSharding) -> Any:
+        """An array on the devices of a sharding; a NumPy array, or a number, which every process has, is placed."""
+        is_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+        return self.step.transport.move([value], [sharding])[0] if is_array else place(value, sharding)
 
     def _total(self, place: tuple[int, Kind], position: int) -> Any:
         """The accumulator of a total, or its parts if it is stacked."""
@@ -229,11 +248,6 @@ class StepExecution:
             return accumulator
         parts = self.parts[place]
         return tuple(parts[i][position] for i in range(self.step.stages.split.count))
-
-
-def _moved(array: Any, where: Any) -> Any:
-    """An array, or the parts of a total, copied to a sharding; None: unchanged."""
-    return array if where is None else jax.device_put(array, where)
 
 
 _ACTIONS: Mapping[str, Callable[[StepExecution, Instruction], None]] = {
@@ -262,6 +276,7 @@ class PipelineStep:
             state valid; measured times are those of single instructions.
         before: a loop over the microbatches that runs first; its results are further arguments.
         observer: called after every instruction that is dispatched, in order.
+        transport: moves arrays between submeshes.
     """
 
     traced: Traced
@@ -273,6 +288,20 @@ class PipelineStep:
     blocking: bool = False
     before: PipelineStep | None = None
     observer: Observer | None = None
+    transport: Transport = field(default_factory=Transport)
+
+    @cached_property
+    def shared_results(self) -> tuple[int, ...]:
+        """Positions of results that every process can read: small ones that are no state, with several processes."""
+        if jax.process_count() == 1:
+            return ()
+        state, computed = match_state(self.traced.graph), self.stages.updates.computed_in
+        results = enumerate(zip(self.stages.split.flat.outputs, self.traced.out_avals, strict=True))
+        return tuple(
+            i
+            for i, (v, aval) in results
+            if i not in state and isinstance(v, int) and v in computed and math.prod(aval.shape) <= SHARED
+        )
 
     @cached_property
     def lowered_schedule(self) -> LoweredSchedule:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,6 +28,7 @@ from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import donated_to_updates
 from autopar.runtime.executor import FIRST_LOOP, PipelineStep
 from autopar.runtime.programs import ProgramKey, compile_programs, lower_programs
+from autopar.runtime.transport import Transport, place
 from autopar.schedules.complete import forward_only
 from autopar.schedules.pipeline import Schedule
 
@@ -81,10 +81,11 @@ def build(
     donated_values = donated_to_updates(shardings, placement, donated)
     compiled = compile_programs(shardings, shardings, types, donated_values, compiler_options, prefix)
     indices = tuple(
-        tuple(jax.device_put(np.int32(i), shardings.replicated(s)) for i in range(stages.split.count))
+        tuple(place(np.int32(i), shardings.replicated(s)) for i in range(stages.split.count))
         for s in range(len(placement))
     )
-    return PipelineStep(traced, stages, schedule, shardings, compiled, indices, blocking, before)
+    transport = Transport() if before is None else before.transport
+    return PipelineStep(traced, stages, schedule, shardings, compiled, indices, blocking, before, transport=transport)
 
 
 def lower(

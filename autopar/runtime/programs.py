@@ -30,6 +30,7 @@ from autopar.codegen.stage_shardings import ProgramBodies, StageShardings
 from autopar.passes.microbatch.loop import slice_block
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
 from autopar.passes.stages.graph import BEGIN
+from autopar.runtime.transport import is_here
 from autopar.schedules.instructions import Kind
 
 #: Number of threads that compile programs.
@@ -86,7 +87,7 @@ def compile_programs(
     stages = shardings.stages
     with ThreadPoolExecutor(THREADS) as pool:
         futures = {
-            key: pool.submit(jax_compat.compiled, lowered, options)
+            key: pool.submit(_compiled_here, lowered, shardings.replicated(key[0]), options)
             for key, lowered in lower_programs(shardings, functions, avals, donated, prefix=prefix)
         }
     programs: Mapping[ProgramKey, Callable[..., Any]] = {key: future.result() for key, future in futures.items()}
@@ -96,6 +97,25 @@ def compile_programs(
     )
     updates = (programs[update.stage, i] for i, update in enumerate(stages.updates.programs))
     return CompiledPrograms(tuple(programs[s, BEGIN] for s in count), by_stage, tuple(updates), donated)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Absent:
+    """A program of a submesh of which this process addresses no device; calling it does nothing.
+
+    Attributes:
+        results: types of its results, with their shardings.
+    """
+
+    results: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.results
+
+
+def _compiled_here(lowered: Any, submesh: NamedSharding, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """A program, compiled if this process addresses a device of its submesh."""
+    return jax_compat.compiled(lowered, options) if is_here(submesh) else Absent(lowered.out_info)
 
 
 def lower_programs(

@@ -27,6 +27,8 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, DonatedError
 from autopar.plans.plan import Plan
 from autopar.runtime.executor import PipelineStep
+from autopar.runtime.processes import agree, host_value
+from autopar.runtime.transport import place
 
 #: Locked while a step is dispatched, not while it runs; one per process, since threads share its devices.
 DISPATCH_LOCK = threading.RLock()
@@ -138,25 +140,33 @@ class PipelineRunner:
 
     def _results(self, leaves: Sequence[Any]) -> Sequence[Any]:
         donated = frozenset(self.plan.donated)
-        placed = [
-            self._batch(x, i)
-            if sharding is None
-            else place_argument(x, sharding, i in donated, self.plan.input_paths[i])
-            for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
-        ]
+        for x, path in zip(leaves, self.plan.input_paths, strict=True):
+            (_check_alive if isinstance(x, jax.Array) else _check_value)(x, path)
+        placed = self._placed(leaves) if jax.process_count() == 1 else self._placed_by_all(leaves)
         results = self.step.results(unaliased(placed, self.plan.donated))
         for i in self.weak:
             results[i] = results[i] if results[i].weak_type else jax_compat.weakly_typed(results[i])
         self._delete([x for i, x in enumerate(leaves) if i in donated and x is placed[i]], results)
         return results
 
-    def _batch(self, leaf: Any, position: int) -> Any:
-        path = self.plan.input_paths[position]
-        if isinstance(leaf, jax.Array):
-            _check_alive(leaf, path)
-        else:
-            _check_value(leaf, path)
-        return leaf
+    def _placed(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments with their shardings between steps, the batch as it is."""
+        donated = frozenset(self.plan.donated)
+        return [
+            x if sharding is None else place_argument(x, sharding, i in donated, self.plan.input_paths[i])
+            for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
+        ]
+
+    def _placed_by_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The same in one of several processes, which all have the same arguments: whole, or parts of global arrays."""
+        is_global = agree(leaves, self.plan.input_paths)
+        transport = self.step.transport
+        return [
+            (x if sharding is None else transport.move([x], [sharding])[0])
+            if is_global[i]
+            else (host_value(x) if sharding is None else place(x, sharding))
+            for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
+        ]
 
     def _delete(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
         """Delete donated arrays that were not copied, except those that are results of the step."""

@@ -1,0 +1,110 @@
+"""Which device sends which part of an array to which other device, when the array moves between two shardings.
+
+A sharding gives every device a box of the array, one range per dimension. Devices with equal boxes are replicas.
+
+    parts     a target box is the union of its intersections with the distinct source boxes. Each intersection is sent
+              once, by one of the replicas that hold it: the receiver itself, one of its process, or the next in turn
+    copies    a target box goes to the first of its replicas, and from there to the others in ceil(log2 n) rounds
+    rounds    in a round a device sends at most one box and receives at most one, and all boxes have one shape, so
+              that a round is one collective permutation
+
+So no byte enters a process more often than the target's distinct boxes there contain it, if each box has one replica.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+#: (begin, end) along every dimension.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box that one device sends to another.
+
+    Attributes:
+        sender, receiver: devices, as positions.
+        box: in the coordinates of the whole array.
+        forwarded: the sender takes it from its target box, not from its source box.
+    """
+
+    sender: int
+    receiver: int
+    box: Box
+    forwarded: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in self.box)
+
+
+def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[int, Hashable]) -> tuple[Part, ...]:
+    """The parts that bring an array from one sharding to another, parts that are forwarded last.
+
+    Args:
+        source, target: device -> its box. The boxes of the source cover the array.
+        owners: device -> its process.
+    """
+    holders: dict[Box, list[int]] = {}
+    for device, box in source.items():
+        holders.setdefault(box, []).append(device)
+    turns = {box: cycle(devices) for box, devices in holders.items()}
+    replicas: dict[Box, list[int]] = {}
+    for device, box in target.items():
+        replicas.setdefault(box, []).append(device)
+
+    def sender(box: Box, receiver: int) -> int:
+        devices = holders[box]
+        near = [d for d in devices if owners[d] == owners[receiver]]
+        return receiver if receiver in devices else near[0] if near else next(turns[box])
+
+    first = [
+        Part(sender(box, devices[0]), devices[0], common)
+        for wanted, devices in replicas.items()
+        for box in holders
+        if (common := intersection(wanted, box)) is not None
+    ]
+    return (*first, *(part for wanted, devices in replicas.items() for part in _copies(wanted, devices)))
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; None if it has no element. A box of rank 0 has one."""
+    box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
+    return None if any(begin >= end for begin, end in box) else box
+
+
+def _copies(box: Box, devices: Sequence[int]) -> Iterator[Part]:
+    """Copies of a box from the first device to all, twice as many devices having it after each round."""
+    have = 1
+    while have < len(devices) and math.prod(end - begin for begin, end in box):
+        for sender, receiver in zip(devices[:have], devices[have : 2 * have], strict=False):
+            yield Part(sender, receiver, box, forwarded=True)
+        have *= 2
+
+
+def rounds(moves: Sequence[Part]) -> tuple[tuple[Part, ...], ...]:
+    """The parts in rounds; a part is in a later round than those that its sender has received if it is forwarded."""
+    filled: list[list[Part]] = []
+    received: dict[int, int] = {}  # device -> the number of rounds until it has its box
+    for part in moves:
+        after = received.get(part.sender, 0) if part.forwarded else 0
+        number = next((n for n in range(after, len(filled)) if _joins(part, filled[n])), len(filled))
+        if number == len(filled):
+            filled.append([])
+        filled[number].append(part)
+        received[part.receiver] = max(received.get(part.receiver, 0), number + 1)
+    return tuple(map(tuple, filled))
+
+
+def _joins(part: Part, others: Sequence[Part]) -> bool:
+    same = (others[0].shape, others[0].forwarded) == (part.shape, part.forwarded)
+    return same and all(part.sender != o.sender and part.receiver != o.receiver for o in others)
+
+
+def crossing(moves: Sequence[Part], owners: Mapping[int, Hashable]) -> int:
+    """The number of elements that go from one process to another."""
+    return sum(math.prod(p.shape) for p in moves if owners[p.sender] != owners[p.receiver])

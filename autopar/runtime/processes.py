@@ -1,0 +1,73 @@
+"""What several processes of one program have to agree on before a step runs.
+
+Every process calls the step with the same arguments. An argument is a global array, of which each process has the
+parts on its devices, or a value that every process has whole. One process cannot tell which: a global array that is on
+devices of one process alone looks there like an array of its own. It is global if any process lacks a part of it.
+Values that every process has whole are compared by a checksum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from autopar.errors import ArgumentError
+from autopar.runtime.transport import Transport, everywhere, is_key, place
+
+
+def agree(leaves: Sequence[Any], paths: Sequence[str]) -> tuple[bool, ...]:
+    """Per argument, whether it is a global array; one small collective of all processes.
+
+    Args:
+        leaves: the arguments of this process.
+        paths: their names in errors.
+
+    Raises:
+        ArgumentError: an argument that every process has whole differs between processes.
+    """
+    is_global, checksums = _seen_by_all(leaves)
+    differs = ~is_global & (checksums != checksums[:1]).any(0)
+    if differs.any():
+        i = int(np.argmax(differs))
+        process = int(np.argmax(checksums[:, i] != checksums[0, i]))
+        raise ArgumentError(
+            f"argument '{paths[i]}' of process {process} differs from that of process 0. Every process passes the same "
+            "whole value, or its part of a global array: jax.make_array_from_process_local_data(sharding, part)"
+        )
+    return tuple(map(bool, is_global))
+
+
+def whole(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+    """Every array on the host of every process; all processes call this with the same arrays."""
+    if jax.process_count() == 1:
+        return [np.asarray(x) for x in arrays]
+    transport, (is_global, _) = Transport(), _seen_by_all(arrays)
+    readable = (
+        transport.move([x], [everywhere()])[0] if is_global[i] else x  # one after another, to hold one copy at a time
+        for i, x in enumerate(arrays)
+    )
+    return [np.asarray(x.addressable_shards[0].data) for x in readable]
+
+
+def _seen_by_all(leaves: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Per leaf, whether a process lacks a part of it; per process and leaf, the checksum where it has the whole."""
+    is_part = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
+    checksums = [0 if part else checksum(x) for part, x in zip(is_part, leaves, strict=True)]
+    every = np.asarray(multihost_utils.process_allgather(np.array([is_part, checksums], np.uint32)))
+    return every[:, 0].any(0), every[:, 1]
+
+
+def checksum(value: Any) -> int:
+    """CRC-32 of a value that this process has whole."""
+    array = np.asarray(jax.random.key_data(value) if is_key(value) else value)
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data) if array.size else 0
+
+
+def host_value(value: Any) -> Any:
+    """A value that every process has whole, so that each can place it on its devices; random keys are placed on all."""
+    return place(value, everywhere()) if is_key(value) else np.asarray(value)
