@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli import bench, questions
+from autopar.cli.launch import launch
 from autopar.cli.options import (
     Batch,
     ClusterName,
@@ -54,6 +55,7 @@ from autopar.errors import AutoparError
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(questions.app)
 app.add_typer(bench.app, name="bench")
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(launch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -316,6 +316,22 @@ def bench_sizes(
     finish(all(map(measure.holds, rows)))
 
 
+@app.command("processes")
+def bench_processes(
+    models: Models = None,
+    processes: Annotated[str | None, typer.Option(help="numbers, with commas between; default: 2,4")] = None,
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """Three steps over several processes against three steps on one device."""
+    from autopar.bench import processes as measure
+
+    counts = tuple(map(int, words(processes, tuple(map(str, measure.PROCESSES)))))
+    rows = measure.run(measure.Product(words(models, measure.MODELS), counts), resume, say)
+    report(as_json, {"rows": rows}, lambda: measure.table(rows))
+    finish(all(row["ok"] for row in rows))
+
+
 @app.command("sensitivity")
 def bench_sensitivity(
     algorithm: Annotated[str | None, typer.Option(help="such as dual-ascent,multipliers; default: all")] = None,

@@ -1,7 +1,8 @@
 """Several processes, one plan: process 0 plans, the others load its plan.
 
-    process 0     plans, and stores {program, plan} or {program, error} under the number of the plan
-    others        wait for it, compare the program with theirs, and load the plan or raise the error
+    others        store what they are to plan: hashes of program and options
+    process 0     compares these with its own, plans, and stores the plan or the error
+    others        load the plan, or raise the error
 
 All processes plan in the same order, so that the number is a count in each. The store is that of JAX's coordination
 service, which ends a process whose process 0 has died: nobody waits for it for ever. Planning twice would not do, since
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -43,59 +44,62 @@ def planned_by_first(
         load: makes the step of a plan.
 
     Raises:
-        PlanMismatchError: this process has traced another program than process 0, or has other options.
+        PlanMismatchError: a process has traced another program than process 0, or has other options.
         AutoparError: planning failed in process 0.
     """
     store = jax_compat.process_store()
     key = f"{FOLDER}/{store.count(f'{FOLDER}/count/{jax.process_index()}')}"
-    program = {"name": name, "graph": graph_hash(call.traced.graph), "options": digest(options)}
-    if jax.process_index() == 0:
-        return _publish(store, key, program, plan)
-    message = json.loads(zlib.decompress(_received(store, key, name)))
-    theirs = message["program"]
-    if theirs != program:
-        what = "plans the function" if theirs["name"] != name else "traced another program for"
-        what = "has other options for" if theirs["graph"] == program["graph"] and theirs["name"] == name else what
+    program = {"name": name, "program": graph_hash(call.traced.graph), "options": _digest(options)}
+    if jax.process_index() > 0:
+        store.put(f"{key}/{jax.process_index()}", json.dumps(program).encode())
+        message = json.loads(zlib.decompress(_received(store, f"{key}/0", name, "process 0 to plan it")))
+        if "error" in message:
+            raise _error(message["error"], message["text"])
+        return load(from_json(parsed(message["plan"].encode()), "the plan of process 0"))
+    answer: dict[str, str] = {}
+    try:
+        _compare(store, key, program)
+        step = plan()
+        answer = {"plan": step.plan.to_json()}
+    except BaseException as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+        raise
+    finally:
+        store.put(f"{key}/0", zlib.compress(json.dumps(answer).encode()))
+    return step
+
+
+def _compare(store: jax_compat.ProcessStore, key: str, program: Mapping[str, str]) -> None:
+    """PlanMismatchError if a process plans something else than process 0."""
+    name = program["name"]
+    for process in range(1, jax.process_count()):
+        theirs = json.loads(_received(store, f"{key}/{process}", name, f"process {process} to call it"))
+        if theirs == program:
+            continue
+        different = next(field for field in ("name", "program", "options") if theirs[field] != program[field])
+        what = f"{theirs['name']!r} there" if different == "name" else f"the {different} of {name!r} there"
         raise PlanMismatchError(
-            f"process 0 {what} {theirs['name']!r}, and process {jax.process_index()} called {name!r}: every process "
-            "runs the same script, with arguments of the same shapes and the same options"
+            f"process 0 plans {name!r}, process {process} differs: {what}. Every process runs the same script, with "
+            "arguments of the same shapes and the same options"
         )
-    if "error" in message:
-        raise _error(message["error"], message["text"])
-    return load(from_json(parsed(message["plan"].encode()), "the plan of process 0"))
 
 
 def _error(name: str, text: str) -> AutoparError:
     """The error of process 0; one that is not of autopar, or has further fields, as an AutoparError."""
     kind = getattr(errors, name, AutoparError)
-    plain = isinstance(kind, type) and issubclass(kind, AutoparError) and kind.__init__ is AutoparError.__init__
+    plain = isinstance(kind, type) and issubclass(kind, AutoparError) and "__init__" not in vars(kind)
     return kind(text) if plain else AutoparError(f"process 0 cannot plan the step: {name}: {text}")
 
 
-def digest(text: str) -> str:
-    """A hash of a text."""
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _publish(
-    store: jax_compat.ProcessStore, key: str, program: dict[str, str], plan: Callable[[], PlannedStep]
-) -> PlannedStep:
-    def put(message: dict[str, object]) -> None:
-        store.put(key, zlib.compress(json.dumps({"program": program, **message}).encode()))
-
-    try:
-        step = plan()
-    except BaseException as error:
-        put({"error": type(error).__name__, "text": str(error)})
-        raise
-    put({"plan": step.plan.to_json()})
-    return step
-
-
-def _received(store: jax_compat.ProcessStore, key: str, name: str) -> bytes:
+def _received(store: jax_compat.ProcessStore, key: str, name: str, what: str) -> bytes:
+    """The value of a key, as soon as it is there."""
     message = store.get(key, PATIENCE)
     if message is None:
-        warn(f"{name}: process {jax.process_index()} has waited {PATIENCE:.0f} s for process 0 to plan it")
+        warn(f"{name}: process {jax.process_index()} has waited {PATIENCE:.0f} s for {what}")
     while message is None:
         message = store.get(key, PATIENCE)
     return message

@@ -59,7 +59,7 @@ def _seen_by_all(leaves: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     is_part = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
     checksums = [0 if part else checksum(x) for part, x in zip(is_part, leaves, strict=True)]
     every = np.asarray(multihost_utils.process_allgather(np.array([is_part, checksums], np.uint32)))
-    return every[:, 0].any(0), every[:, 1]
+    return np.any(every[:, 0], axis=0, keepdims=True)[0], every[:, 1]
 
 
 def checksum(value: Any) -> int:

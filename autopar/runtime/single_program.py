@@ -160,13 +160,19 @@ class PipelineRunner:
     def _placed_by_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The same in one of several processes, which all have the same arguments: whole, or parts of global arrays."""
         is_global = agree(leaves, self.plan.input_paths)
-        transport = self.step.transport
-        return [
-            (x if sharding is None else transport.move([x], [sharding])[0])
-            if is_global[i]
-            else (host_value(x) if sharding is None else place(x, sharding))
-            for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
-        ]
+        return [self._place_global(x, i) if is_global[i] else self._place_whole(x, i) for i, x in enumerate(leaves)]
+
+    def _place_global(self, leaf: jax.Array, position: int) -> Any:
+        sharding = self.shardings[position]
+        return leaf if sharding is None else self.step.transport.move([leaf], [sharding])[0]
+
+    def _place_whole(self, leaf: Any, position: int) -> Any:
+        """A value that every process has; one that is donated is copied, since a part may share the caller's memory."""
+        sharding = self.shardings[position]
+        if sharding is None:
+            return host_value(leaf)
+        copied = isinstance(leaf, jax.Array) and position in self.plan.donated
+        return place(leaf.copy() if copied else leaf, sharding)
 
     def _delete(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
         """Delete donated arrays that were not copied, except those that are results of the step."""

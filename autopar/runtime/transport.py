@@ -61,7 +61,7 @@ def absent(like: Any) -> jax.Array:
 
 def is_key(array: Any) -> bool:
     """Whether an array, or a type, is of random keys."""
-    return hasattr(array, "dtype") and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def to_boxes(sharding: Sharding, shape: Sequence[int]) -> Mapping[Any, Box]:

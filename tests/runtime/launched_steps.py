@@ -1,0 +1,112 @@
+"""What the processes of a launch do in test_processes.py; process 0 prints a JSON object per case.
+
+python -m autopar.cli launch ... launched_steps.py CASE ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar import jax_compat
+from autopar.bench.equal import case as equal_case
+from autopar.bench.equal.pipeline_case import BATCH
+from autopar.errors import AutoparError
+
+DEVICES = 4
+ME = jax.process_index()
+
+
+def difference(model: str, **options: Any) -> Mapping[str, Any]:
+    """Largest relative difference of three steps from those of one device."""
+    baseline = equal_case.single(model, "float64", BATCH)
+    ours = equal_case.parallel(baseline.inputs, replans=False, cluster=equal_case.dear((DEVICES,)), **options)
+    numbers, wrong = equal_case.compared(baseline, ours.run, "float64", DEVICES)
+    stages = [stage.rank for stage in ours.plan.stages]
+    return {"loss": numbers.loss, "state": numbers.leaf, "wrong": [*wrong, *ours.habits], "stages": len(stages)}
+
+
+def loss_step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A step of two layers."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        return (jnp.tanh(x @ w[0]) @ w[1]).var()
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * gradient, value
+
+
+W, X = np.ones((2, 8, 8)), np.linspace(0.0, 1.0, 64).reshape(8, 8)
+
+
+def refusal(call: Callable[[], Any]) -> Mapping[str, Any]:
+    """The error of every process."""
+    try:
+        call()
+        text = "no error"
+    except AutoparError as error:
+        text = f"{type(error).__name__}: {error}"
+    store = jax_compat.process_store()
+    store.put(f"test/{CASE}/{ME}", text.encode())
+    texts = [store.get(f"test/{CASE}/{i}", 60.0) or b"" for i in range(jax.process_count())]
+    return {"errors": [text.decode() for text in texts]}
+
+
+def a_batch_that_differs() -> Any:
+    step = autopar.parallelize(loss_step, stages=2, mesh=(DEVICES,), num_microbatches=1)
+    return step(W, X + ME)
+
+
+def a_pin_without_an_argument() -> Any:
+    pins = {"weights": jax.sharding.PartitionSpec("x")}
+    return autopar.parallelize(loss_step, mesh=(DEVICES,), pins=pins)(W, X)
+
+
+def a_function_for_each_process() -> Any:
+    """Each process multiplies by another number."""
+    step = autopar.parallelize(lambda w, x: loss_step(w, x * (2 + ME)), mesh=(DEVICES,))
+    return step(W, X)
+
+
+def a_batch_as_parts() -> Mapping[str, Any]:
+    """A batch that is a global array, of which each process makes its part, and results that every process reads."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    rows = len(X) // jax.process_count()
+    batch = jax.make_array_from_process_local_data(sharding, X[ME * rows : (ME + 1) * rows])
+    step = autopar.parallelize(loss_step, stages=2, mesh=(DEVICES,), num_microbatches=1, donate_argnums=())
+    w, loss = step(W, batch)
+    w, loss = step(w, batch)
+    plain_w, _ = loss_step(jnp.asarray(W), jnp.asarray(X))
+    plain_w, plain_loss = loss_step(plain_w, jnp.asarray(X))
+    differs = np.abs(autopar.gather(w) - np.asarray(plain_w)).max()
+    return {"loss": abs(float(loss) - float(plain_loss)), "state": float(differs)}
+
+
+CASES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "one mesh": lambda: difference("mlp-toy", mesh=(2, 2)),
+    "1f1b": lambda: difference("gpt-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
+    "tied": lambda: difference("gpt-toy-tied", mesh=(DEVICES,), stages=2, schedule="zb-h1"),
+    "two stages each": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=4, schedule="1f1b"),
+    "spanning": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
+    "parts": a_batch_as_parts,
+    "batch differs": lambda: refusal(a_batch_that_differs),
+    "pin": lambda: refusal(a_pin_without_an_argument),
+    "functions": lambda: refusal(a_function_for_each_process),
+}
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    warnings.simplefilter("ignore")
+    for CASE in sys.argv[1:]:
+        row = CASES[CASE]()
+        if ME == 0:
+            print("ROW", json.dumps({"case": CASE, **row}), flush=True)

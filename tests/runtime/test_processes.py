@@ -1,0 +1,79 @@
+"""Steps in several processes compute what one device computes, and all processes agree on what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.bench.equal.run import quick_flags
+
+SCRIPT = Path(__file__).parent / "launched_steps.py"
+
+
+def launched(processes: int, devices: int, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    """`autopar launch` of a script."""
+    counts = ["--processes", str(processes), "--devices-per-process", str(devices)]
+    command = [sys.executable, "-m", "autopar.cli", "launch", *counts, str(script), *arguments]
+    env = {**os.environ, "XLA_FLAGS": quick_flags(), "AUTOPAR_CACHE_DIR": ""}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Case -> what process 0 printed."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    return {row["case"]: row for row in found}
+
+
+EQUAL = ("one mesh", "1f1b", "tied", "two stages each", "parts")
+REFUSED = ("batch differs", "pin", "functions")
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> Mapping[str, Mapping[str, Any]]:
+    """Two processes of two devices: a stage, or two, in each."""
+    return rows(launched(2, 2, *EQUAL, *REFUSED))
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_steps_of_two_processes_are_those_of_one_device(
+    two_processes: Mapping[str, Mapping[str, Any]], case: str
+) -> None:
+    row = two_processes[case]
+    assert row["loss"] <= 1e-9
+    assert row["state"] <= 1e-9
+    assert not row.get("wrong")
+
+
+def test_a_stage_may_span_two_processes() -> None:
+    row = rows(launched(4, 1, "spanning"))["spanning"]
+    assert (row["stages"], row["wrong"]) == (2, [])
+    assert row["state"] <= 1e-9
+
+
+def test_a_batch_that_differs_between_processes_is_refused_in_all(
+    two_processes: Mapping[str, Mapping[str, Any]],
+) -> None:
+    first, second = two_processes["batch differs"]["errors"]
+    assert first == second
+    assert "argument 'x' of process 1 differs from that of process 0" in first
+    assert "make_array_from_process_local_data" in first
+
+
+def test_an_error_of_planning_is_raised_in_all_processes(two_processes: Mapping[str, Mapping[str, Any]]) -> None:
+    first, second = two_processes["pin"]["errors"]
+    assert first == second
+    assert first.startswith("PinError: ")
+
+
+def test_processes_that_plan_different_functions_are_told_so(two_processes: Mapping[str, Mapping[str, Any]]) -> None:
+    first, second = two_processes["functions"]["errors"]
+    assert first == second
+    assert "process 1 differs: the program of '<lambda>' there" in first
