@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from autopar.bench.equal.run import quick_flags
 
 pytestmark = pytest.mark.core
 
@@ -37,7 +42,7 @@ LAST_LINES = {
 
 
 def test_every_example_is_tested_here() -> None:
-    names = ["train_gpt", *LAST_LINES]
+    names = ["train_gpt", "train_in_processes", *LAST_LINES]
     assert [path.stem for path in sorted(EXAMPLES.glob("*.py"))] == sorted(names)
 
 
@@ -48,6 +53,17 @@ def test_example_passes_its_own_checks(name: str, capsys: pytest.CaptureFixture[
     assert lines[0].startswith(("Plan for 8 devices, mesh ", "base: loss "))
     for line, pattern in zip(lines[-len(LAST_LINES[name]) :], LAST_LINES[name], strict=True):
         assert re.fullmatch(pattern, line), line
+
+
+def test_training_in_processes_passes_its_own_checks() -> None:
+    command = [sys.executable, str(EXAMPLES / "train_in_processes.py")]
+    env = {**os.environ, "XLA_FLAGS": quick_flags(), "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    fell, equal = done.stdout.splitlines()[-2:]
+    assert re.fullmatch(r"the loss fell from \d\.\d{3} to \d\.\d{3} in 30 steps: ok", fell)
+    assert equal.startswith("2 processes, 3 parallel steps equal the single-device run: ")
+    assert equal.endswith(": ok")
 
 
 def test_pipelined_inference_reports_failure(

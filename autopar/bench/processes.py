@@ -63,7 +63,7 @@ class Product:
 
 def run(product: Product, resume: Path | None = None, tell: Callable[[str], None] = lambda text: None) -> list[Row]:
     """Rows of all cases in the order of `Product.cases`; `tell` hears of each as it is done."""
-    rows = {_key(row): row for row in rows_kept.read(resume)}
+    rows: dict[Key, Row] = {_key(row): row for row in rows_kept.read(resume)}
     for model in product.models:
         for processes in product.processes:
             todo = [plan for m, n, plan in product.cases() if (m, n) == (model, processes) and (m, n, plan) not in rows]

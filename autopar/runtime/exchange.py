@@ -100,9 +100,9 @@ def rounds(moves: Sequence[Part]) -> tuple[tuple[Part, ...], ...]:
     return tuple(map(tuple, filled))
 
 
-def _joins(part: Part, others: Sequence[Part]) -> bool:
-    same = (others[0].shape, others[0].forwarded) == (part.shape, part.forwarded)
-    return same and all(part.sender != o.sender and part.receiver != o.receiver for o in others)
+def _joins(part: Part, together: Sequence[Part]) -> bool:
+    same = (together[0].shape, together[0].forwarded) == (part.shape, part.forwarded)
+    return same and all(part.sender != o.sender and part.receiver != o.receiver for o in together)
 
 
 def crossing(moves: Sequence[Part], owners: Mapping[int, Hashable]) -> int:

@@ -195,8 +195,8 @@ class Exchange:
         return jax.make_array_from_single_device_arrays(self._whole(local), self._on_all, here)
 
     def _whole(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        first, *others = local or (1,)
-        return len(self.devices) * first, *others
+        first, *rest = local or (1,)
+        return len(self.devices) * first, *rest
 
     def _zeros(self, device: Any, local: tuple[int, ...], dtype: Any) -> jax.Array:
         key = device, local, dtype
@@ -254,14 +254,14 @@ class Exchange:
         shape, dtype, source, _ = self.moves[i]
         own = array.reshape(()) if not shape else array
         result = jnp.zeros(self._between[i].shard_shape(shape), dtype)
-        held, wanted = self._boxes(source, i), self._boxes(self._between[i], i)
+        sent_from, wanted = self._boxes(source, i), self._boxes(self._between[i], i)
         for together in self._parts[i]:
             forwarded = together[0].forwarded
             takes, puts = np.zeros((2, len(self.devices), len(shape)), np.int32)
             receives = np.zeros(len(self.devices), bool)
             for part in together:
                 begins = np.array([begin for begin, _ in part.box], np.int32)
-                takes[part.sender] = begins - _begins((wanted if forwarded else held)[part.sender])
+                takes[part.sender] = begins - _begins((wanted if forwarded else sent_from)[part.sender])
                 puts[part.receiver] = begins - _begins(wanted[part.receiver])
                 receives[part.receiver] = True
             box = jax.lax.dynamic_slice(result if forwarded else own, _at(takes, me), together[0].shape)

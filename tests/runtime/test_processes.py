@@ -28,8 +28,8 @@ def launched(processes: int, devices: int, *arguments: str, script: Path = SCRIP
 def rows(done: subprocess.CompletedProcess[str]) -> Mapping[str, Mapping[str, Any]]:
     """Case -> what process 0 printed."""
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    return {row["case"]: row for row in found}
+    printed = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    return {row["case"]: row for row in printed}
 
 
 EQUAL = ("one mesh", "1f1b", "tied", "two stages each", "parts")
