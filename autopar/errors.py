@@ -75,6 +75,10 @@ class StageError(AutoparError, RuntimeError):
     """A stage of a running pipeline failed; the arguments of the step are unchanged."""
 
 
+class ProcessError(AutoparError, RuntimeError):
+    """Another process of `jax.distributed` has ended, or is not connected any more: a step cannot go on."""
+
+
 class PlanMismatchError(AutoparError, ValueError):
     """A plan is damaged, or belongs to another function, other shapes or another mesh."""
 

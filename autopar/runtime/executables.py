@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.errors import ArgumentError
 from autopar.ir import arguments
 from autopar.plans.plan import Plan
 from autopar.runtime.planned_step import PlannedStep
+from autopar.runtime.processes import lost_processes_named
 from autopar.runtime.single_program import DISPATCH_LOCK, PipelineRunner, SingleMeshRunner
 from autopar.runtime.watch import patience, warn_if_slow
 
@@ -65,8 +67,11 @@ class Executable:
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Run the step on flat argument leaves and return the leaves of the results."""
-        with DISPATCH_LOCK:
+        with DISPATCH_LOCK, self._guard():
             return self._run(leaves) if self._ran.is_set() else self._first_run(leaves)
+
+    def _guard(self) -> AbstractContextManager[None]:
+        return nullcontext() if jax.process_count() == 1 else lost_processes_named()
 
     def _first_run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         self._ran.set()

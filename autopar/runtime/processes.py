@@ -4,20 +4,63 @@ Every process calls the step with the same arguments. An argument is a global ar
 parts on its devices, or a value that every process has whole. One process cannot tell which: a global array that is on
 devices of one process alone looks there like an array of its own. It is global if any process lacks a part of it.
 Values that every process has whole are compared by a checksum.
+
+When a process dies, collectives of the others fail, each with an error of the transport that does not say whose fault
+it is. The others then call the roll, and name who does not answer.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from autopar.errors import ArgumentError
+from autopar import jax_compat
+from autopar.errors import ArgumentError, ProcessError
 from autopar.runtime.transport import Transport, everywhere, is_key, place
+
+#: Words of errors of collectives and of the coordination service when a process is gone.
+LOST = ("gloo", "nccl", "connection reset", "connection closed", "coordinationservice", "unavailable", "heartbeat")
+ROLL_CALL = 5.0  # s in which every process that is still there answers
+
+
+@contextmanager
+def lost_processes_named() -> Iterator[None]:
+    """Inside, an error because another process is gone becomes a ProcessError that names the process."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{error} {error.__cause__ or ''}"
+        if jax.process_count() == 1 or not any(word in text.lower() for word in LOST):
+            raise
+        silent = _silent_processes()
+        who = (
+            f"process {', '.join(map(str, silent))} of {jax.process_count()} does not answer" if silent else text[:200]
+        )
+        raise ProcessError(
+            f"the step cannot go on: {who}. End all processes, and go on from a saved state; the first error of the "
+            "process that ended is in its own output"
+        ) from error
+
+
+def _silent_processes() -> list[int]:
+    """The processes that do not answer a roll call."""
+    deadline, store = time.monotonic() + ROLL_CALL, jax_compat.process_store()
+    try:
+        store.put(f"autopar/alive/{jax.process_index()}", b"here")
+        return [
+            process
+            for process in range(jax.process_count())
+            if store.get(f"autopar/alive/{process}", max(0.1, deadline - time.monotonic())) is None
+        ]
+    except jax.errors.JaxRuntimeError:  # the store is that of process 0
+        return [0]
 
 
 def agree(leaves: Sequence[Any], paths: Sequence[str]) -> tuple[bool, ...]:

@@ -6,6 +6,8 @@ python -m autopar.cli launch ... launched_steps.py CASE ...
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -91,6 +93,18 @@ def a_batch_as_parts() -> Mapping[str, Any]:
     return {"loss": abs(float(loss) - float(plain_loss)), "state": float(differs)}
 
 
+def a_process_that_dies() -> Mapping[str, Any]:
+    """Process 1 is killed between two steps."""
+    step = autopar.parallelize(loss_step, stages=2, mesh=(DEVICES,), num_microbatches=1)
+    w = W
+    for i in range(4):
+        w, loss = step(w, X)
+        float(loss)
+        if ME == 1 and i == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
 CASES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "one mesh": lambda: difference("mlp-toy", mesh=(2, 2)),
     "1f1b": lambda: difference("gpt-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
@@ -100,6 +114,7 @@ CASES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "parts": a_batch_as_parts,
     "batch differs": lambda: refusal(a_batch_that_differs),
     "pin": lambda: refusal(a_pin_without_an_argument),
+    "death": a_process_that_dies,
     "functions": lambda: refusal(a_function_for_each_process),
 }
 

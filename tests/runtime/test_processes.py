@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -77,3 +78,28 @@ def test_processes_that_plan_different_functions_are_told_so(two_processes: Mapp
     first, second = two_processes["functions"]["errors"]
     assert first == second
     assert "process 1 differs: the program of '<lambda>' there" in first
+
+
+def test_a_process_that_dies_is_named_by_the_others_and_by_the_exit_status() -> None:
+    done = launched(2, 2, "death")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "ProcessError: the step cannot go on: process 1 of 2 does not answer" in done.stderr
+
+
+def test_the_last_line_of_process_0_comes_last_and_the_exit_status_is_that_of_the_first_that_failed(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, jax\n"
+        "jax.distributed.initialize()\n"
+        "print('first of', jax.process_index(), sys.argv[1:], jax.device_count())\n"
+        "time.sleep(2.0 * jax.process_index())\n"
+        "print('last of', jax.process_index())\n"
+        "sys.exit(3 * jax.process_index())\n"
+    )
+    done = launched(2, 3, "--own", script=script)
+    assert done.returncode == 3
+    lines = [line for line in done.stdout.splitlines() if " of " in line]
+    assert sorted(lines[:-1]) == ["first of 0 ['--own'] 6", "first of 1 ['--own'] 6", "last of 1"]
+    assert lines[-1] == "last of 0"
