@@ -23,10 +23,12 @@ from autopar.compile.call import Call, in_bytes, ordinary_pins, warn
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
-from autopar.errors import ArgumentError
+from autopar.cost_models.compiler.backends import backend_of
+from autopar.errors import ArgumentError, TraceError
 from autopar.explain.origin import StepOrigin
 from autopar.ir.graph import Graph
 from autopar.ir.graph import verify as verify_graph
+from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
 from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
@@ -35,6 +37,8 @@ from autopar.progress import reporting
 from autopar.runtime.load import load
 from autopar.runtime.planned_step import PlannedStep
 
+#: Kind of GPU -> most elements of a head that cuDNN's attention takes on it, if less than on Hopper.
+MOST_HEAD_DIMS: Mapping[str, int] = {"P100": 0, "V100": 0, "T4": 0, "A100": 128}
 MAX_ARRAY_BYTES = 2**53  # of one array, so that the sum over a thousand of them is below 2**63
 
 
@@ -58,6 +62,7 @@ def plan_step(
         report("tracing")
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
+        _check_attention(name_of(fn), traced.graph, s, local)
         call = Call(fn, traced, args, local, time.perf_counter() - begin, report)
         step = _with_origin(call, s)
         if local:
@@ -105,6 +110,32 @@ def _with_origin(call: Call, s: Settings) -> PlannedStep:
         resolved = ordinary_pins(call.traced, call.args, in_bytes(call, s))
     step, batch = _planned(call, resolved), argnums.named_batch(call.args, s)
     return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, resolved.pins, batch)))
+
+
+def _check_attention(name: str, graph: Graph, s: Settings, local: bool) -> None:
+    """TraceError for cuDNN's attention on what is no GPU, or on one whose cuDNN lacks it."""
+    op = next((op for op in graph.walk() if op.name in ATTENTION), None)
+    if op is None:
+        return
+    what = f"{name} uses attention of cuDNN{f' at {op.source}' if op.source else ''}"
+    instead = 'Use jax.nn.dot_product_attention(..., implementation="xla")'
+    here = jax.default_backend() if local else "gpu"
+    if here != "gpu":
+        raise TraceError(
+            f"{what}, which runs on GPUs; the devices here are of the kind '{here}'. {instead}, or plan for GPUs "
+            'without running: autopar.plan(step, ..., cluster="dgx-h100")'
+        )
+    if s.cluster is None:
+        return
+    device = s.cluster.device
+    if backend_of(device).name != "gpu":
+        raise TraceError(
+            f"{what}, which runs on GPUs, not on {device.name} of the cluster '{s.cluster.name}'. {instead}"
+        )
+    limits = (most for kind, most in MOST_HEAD_DIMS.items() if kind in device.name)
+    most, widest = next(limits, math.inf), max(graph.type_of(a).shape[-1] for a in op.inputs[:3])
+    if widest > most:
+        raise TraceError(f"{what} with heads of {widest} elements; cuDNN takes {most} on {device.name}. {instead}")
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

@@ -91,7 +91,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
     jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
     jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
-    _check_leaks(jaxpr, traces[0], fn)
+    _check_leaks(jaxpr, traces[-1], fn)
     jaxpr = jaxpr if mesh is None else explicit.to_auto_axes(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = _output_paths(out_shape, names)
@@ -166,7 +166,13 @@ def _name(fn: Callable[..., Any]) -> str:
 
 def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) -> tuple[Any, Any]:
     try:
-        jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
+        try:
+            jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
+        except RuntimeError as error:
+            if not jax_compat.lacks_cudnn(error):
+                raise
+            with jax_compat.described_gpu():  # a GPU need not be at hand to plan for one
+                jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
     except _NEEDS_VALUE as error:
         detail = str(error).split("\n")[0].rstrip(".")
         raise TraceError(
