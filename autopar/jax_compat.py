@@ -37,6 +37,7 @@ from jax._src.interpreters import mlir as jax_mlir  # tried on 0.10.2, 0.12.0: t
 from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead code elimination, also inside scans
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jaxlib.mlir import ir  # the same on jaxlib 0.10.2 and 0.12.0
 
 #: Primitives that only call another jaxpr once with the same arguments; the tracer inlines them.
 #: name -> parameter that holds the callee. Tried on 0.10.2 and 0.12.0.
@@ -127,9 +128,9 @@ def partitioning_rule(
         arguments: static arguments and mesh.
         operands, results: shapes and types.
     """
-    with jax_mlir.make_ir_context(), jax_mlir.ir.Location.unknown():
-        types = [
-            [jax_mlir.ir.RankedTensorType.get(t.shape, jax_mlir.dtype_to_ir_type(t.dtype)) for t in of]
+    with jax_mlir.make_ir_context(), ir.Location.unknown():
+        types: list[list[ir.Type]] = [
+            [ir.RankedTensorType.get(t.shape, jax_mlir.dtype_to_ir_type(t.dtype)) for t in of]
             for of in (operands, results)
         ]
         options: Mapping[str, Any] = {}

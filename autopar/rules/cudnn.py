@@ -84,7 +84,7 @@ def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence
     ]
     extents = [(letter, n) for side in sides for shape, of in side for n, letter in zip(shape, of, strict=True)]
     sizes = [math.gcd(*(n for letter, n in extents if letter == factor and n > 1)) or 1 for factor in "bn"]
-    if any(n == 1 for letter, n in _of_keys(sides[0])):
+    if any(n == 1 for n in _heads_of_keys(sides[0])):
         sizes[1] = 1
 
     def factor(letter: str, n: int) -> int:
@@ -101,10 +101,10 @@ def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence
     return Rule(dims[0], dims[1], tuple(sizes), (), tuple(sorted(need)), "autopar")
 
 
-def _of_keys(operands: Sequence[tuple[Shape, tuple[str, ...]]]) -> list[tuple[str, int]]:
-    """The heads of keys: a single one is shared by all heads of queries."""
+def _heads_of_keys(operands: Sequence[tuple[Shape, tuple[str, ...]]]) -> list[int]:
+    """The number of heads of keys: a single one is shared by all heads of queries."""
     shape, letters = operands[1]
-    return [(letter, n) for n, letter in zip(shape, letters, strict=True) if letter == "n"]
+    return [n for n, letter in zip(shape, letters, strict=True) if letter == "n"]
 
 
 def combined(name: str, result: int) -> Literal["sum", "max"] | None:

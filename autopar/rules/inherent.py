@@ -61,6 +61,6 @@ def reason(operation: Op) -> str:
         return f"{partitioned.name(operation.params)}: {why}"
     if operation.name in ATTENTION:
         shapes = [jax_compat.shape_of(v) for v in operation.equation.invars]
-        found = cudnn.obstacles(operation.name, operation.params, shapes)
-        return "; ".join(dict.fromkeys(found.values())) or "it has one example and one head of keys"
+        obstacles = cudnn.obstacles(operation.name, operation.params, shapes)
+        return "; ".join(dict.fromkeys(obstacles.values())) or "it has one example and one head of keys"
     return REASONS.get(operation.name, UNKNOWN)

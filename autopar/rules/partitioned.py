@@ -72,12 +72,21 @@ class Partitioned:
     @staticmethod
     def of(params: Params) -> Partitioned:
         """What the parameters of an equation say."""
-        names = ("partition", "sharding_rule", "decode_shardings", "static_args", "in_tree", "out_tree")
-        types = (
+        operands, results = (
             tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
             for avals in (params["call"].in_avals, params["call"].out_avals)
         )
-        return Partitioned(*(params[name] for name in names), *types, jax_compat.trace_context())
+        return Partitioned(
+            params["partition"],
+            params["sharding_rule"],
+            params["decode_shardings"],
+            params["static_args"],
+            params["in_tree"],
+            params["out_tree"],
+            operands,
+            results,
+            jax_compat.trace_context(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,8 +150,8 @@ def test_one_head_of_keys_is_cut_by_batch_alone() -> None:
 def test_dropout_is_not_cut() -> None:
     op = of(FORWARD, gradients(attend, 3), *arrays())
     shapes = [jax_compat.shape_of(v) for v in op.equation.invars]
-    found = cudnn.obstacles(op.name, {**op.params, "dropout_rate": 0.1}, shapes)
-    assert found == dict.fromkeys("bn", "its dropout depends on the place in the kernel's operands")
+    obstacles = cudnn.obstacles(op.name, {**op.params, "dropout_rate": 0.1}, shapes)
+    assert obstacles == dict.fromkeys("bn", "its dropout depends on the place in the kernel's operands")
 
 
 def test_one_example_with_one_head_of_keys_says_why_it_is_whole() -> None:
