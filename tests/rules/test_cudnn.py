@@ -159,6 +159,18 @@ def test_one_example_with_one_head_of_keys_says_why_it_is_whole() -> None:
     assert reason(op) == "it has one example and one head of keys"
 
 
+def test_largest_magnitudes_of_fp8_attention_are_combined() -> None:
+    whole, statistic, number = (8, 128, 4, 128), (8, 4, 128), (1, 1, 1, 1)
+    forward, backward = ATTENTION[2:]
+    rule = cudnn.rule(forward, {"layout": 0}, [whole] * 3 + [number] * 6, [whole, number, number, statistic])
+    assert rule.free == (0, 1)
+    assert [rule.results[i][:1] for i in (0, 3)] == [(0,)] * 2
+    assert [cudnn.combined(forward, i) for i in range(4)] == [None, "max", "max", None]
+    rule = cudnn.rule(backward, {"layout": 0}, [whole] * 5 + [statistic] + [number] * 12, [whole] * 3 + [number] * 4)
+    assert [dims[0] for dims in (*rule.operands[:6], *rule.results[:3])] == [0] * 9
+    assert [cudnn.combined(backward, i) for i in range(7)] == [None] * 3 + ["max"] * 4
+
+
 # FLOPs and memory
 
 

@@ -124,12 +124,14 @@ def scaled(factor: float, x: Array) -> Array:
     return factor * x
 
 
+PRODUCT = operation(product, summed_product, "m k, k n -> m n", reduction_factors=("k",))
+TWICE = operation(lambda x: x + x, None, "... -> ...")
 SDY = SdyShardingRule((("i", "j"),), (("i", "j"),))
 
 #: title -> operation, operands, its rule as it is read
 CUT: Mapping[str, tuple[Any, tuple[Any, ...], str]] = {
     "a product": (
-        operation(product, summed_product, "m k, k n -> m n", reduction_factors=("k",)),
+        PRODUCT,
         (array(16, 32), array(32, 8)),
         "a b, b c -> a c | reduce b",
     ),
@@ -422,6 +424,26 @@ def test_microbatches_equal_the_whole_batch(sizes: tuple[int, ...]) -> None:
     )
     for ours, theirs in zip(step(WEIGHTS, BATCH), jax.jit(train)(WEIGHTS, BATCH), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_equals_one_device() -> None:
+    def step(weights: Sequence[Array], x: Array) -> Any:
+        def loss(weights: Sequence[Array]) -> Array:
+            h = x
+            for w in weights:
+                h = h + layer(h, w)
+            return (h**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    weights = [*WEIGHTS, WEIGHTS[0]]
+    parallel = autopar.parallelize(
+        step, mesh=(2, 2), cluster=dear((2, 2)), stages=2, num_microbatches=4, batch_argnums=(1,), donate_argnums=()
+    )
+    ours, theirs = (jax.tree.leaves(f(weights, BATCH)) for f in (parallel, jax.jit(step)))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_what_communicates_along_the_batch_is_not_cut_into_microbatches() -> None:
