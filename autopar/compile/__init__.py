@@ -24,12 +24,11 @@ from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
 from autopar.cost_models.compiler.backends import backend_of
-from autopar.errors import ArgumentError, TraceError
+from autopar.errors import ArgumentError
 from autopar.explain.origin import StepOrigin
 from autopar.ir.graph import Graph
 from autopar.ir.graph import verify as verify_graph
-from autopar.ir.op_sets import ATTENTION
-from autopar.ir.trace import trace
+from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
 from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
 from autopar.plans.plan import Plan
@@ -114,28 +113,20 @@ def _with_origin(call: Call, s: Settings) -> PlannedStep:
 
 def _check_attention(name: str, graph: Graph, s: Settings, local: bool) -> None:
     """TraceError for cuDNN's attention on what is no GPU, or on one whose cuDNN lacks it."""
-    op = next((op for op in graph.walk() if op.name in ATTENTION), None)
+    op = attention_of_cudnn(graph)
     if op is None:
         return
-    what = f"{name} uses attention of cuDNN{f' at {op.source}' if op.source else ''}"
-    instead = 'Use jax.nn.dot_product_attention(..., implementation="xla")'
-    here = jax.default_backend() if local else "gpu"
-    if here != "gpu":
-        raise TraceError(
-            f"{what}, which runs on GPUs; the devices here are of the kind '{here}'. {instead}, or plan for GPUs "
-            'without running: autopar.plan(step, ..., cluster="dgx-h100")'
-        )
+    if local and (here := jax.default_backend()) != "gpu":
+        raise needs_gpu(name, op, f"the devices here are of the kind '{here}'")
     if s.cluster is None:
         return
     device = s.cluster.device
     if backend_of(device).name != "gpu":
-        raise TraceError(
-            f"{what}, which runs on GPUs, not on {device.name} of the cluster '{s.cluster.name}'. {instead}"
-        )
-    limits = (most for kind, most in MOST_HEAD_DIMS.items() if kind in device.name)
-    most, widest = next(limits, math.inf), max(graph.type_of(a).shape[-1] for a in op.inputs[:3])
+        raise needs_gpu(name, op, f"'{s.cluster.name}' has {device.name}")
+    most = next((most for kind, most in MOST_HEAD_DIMS.items() if kind in device.name), math.inf)
+    widest = max(graph.type_of(a).shape[-1] for a in op.inputs[:3])
     if widest > most:
-        raise TraceError(f"{what} with heads of {widest} elements; cuDNN takes {most} on {device.name}. {instead}")
+        raise needs_gpu(name, op, f"on {device.name} for heads of at most {most} elements, not of {widest}")
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

@@ -24,8 +24,9 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, PinError, TraceError
 from autopar.ir import arguments, explicit, mutation
 from autopar.ir.arguments import flatten
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.jaxpr import build_graph
+from autopar.ir.op_sets import ATTENTION
 from autopar.ir.reachable import reaches
 from autopar.ir.simplify import simplified
 
@@ -153,6 +154,20 @@ def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[st
                 f"{dict(mesh.shape)}; move them to one mesh with jax.device_put"
             )
     return meshes[0][0] if meshes else current
+
+
+def attention_of_cudnn(graph: Graph) -> Op | None:
+    """The first operation that cuDNN computes, on GPUs alone; None if there is none."""
+    return next((op for op in graph.walk() if op.name in ATTENTION), None)
+
+
+def needs_gpu(name: str, op: Op, where: str) -> TraceError:
+    """The error for an operation of cuDNN that is to run or to be compiled elsewhere; `where`: in words."""
+    return TraceError(
+        f"{name} uses attention of cuDNN{f' at {op.source}' if op.source else ''}, which runs on GPUs; {where}. Use "
+        'jax.nn.dot_product_attention(..., implementation="xla"), or plan for GPUs without running: '
+        'autopar.plan(step, ..., cluster="dgx-h100")'
+    )
 
 
 def is_tracing() -> bool:

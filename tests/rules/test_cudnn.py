@@ -224,23 +224,33 @@ def test_planned_for_a_dgx_without_a_gpu() -> None:
 # Errors
 
 
+SAID = r"uses attention of cuDNN at test_cudnn.py:\d+, which runs on GPUs; {}\. Use .*implementation=\"xla\""
+
+
 def test_running_on_cpu_is_refused_with_the_line() -> None:
-    step = autopar.parallelize(attend, mesh=(8,))
-    with pytest.raises(
-        TraceError, match=r"uses attention of cuDNN at test_cudnn.py:\d+, .*'cpu'.*implementation=\"xla\""
-    ):
-        step(*arrays())
+    said = SAID.format("the devices here are of the kind 'cpu'")
+    with pytest.raises(TraceError, match=said):
+        autopar.parallelize(attend, mesh=(8,))(*arrays())
+    with pytest.raises(TraceError, match=said):
+        autopar.check(attend, *arrays(), mesh=(8,))
 
 
 def test_planning_for_a_tpu_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"runs on GPUs, not on TPU v5e of the cluster 'tpu-v5e'"):
+    with pytest.raises(TraceError, match=SAID.format("'tpu-v5e' has TPU v5e")):
         autopar.plan(attend, *arrays(), mesh=(8,), cluster="tpu-v5e")
 
 
 def test_wide_heads_are_refused_on_gpus_before_hopper() -> None:
     autopar.plan(attend, *arrays(h=256), mesh=(8,), cluster="dgx-h100")
-    with pytest.raises(TraceError, match=r"heads of 256 elements; cuDNN takes 128 on A100"):
+    with pytest.raises(TraceError, match=r"on A100-SXM4-80GB for heads of at most 128 elements, not of 256"):
         autopar.plan(attend, *arrays(h=256), mesh=(8,), cluster="dgx-a100")
+
+
+@pytest.mark.parametrize("target", ["cpu", "shardy"])
+def test_compiling_for_anything_else_is_refused(target: str) -> None:
+    plan = autopar.plan(attend, *arrays(), mesh=(8,), cluster="dgx-h100")
+    with pytest.raises(TraceError, match=SAID.format(f"target='{target}' is none")):
+        autopar.verify(plan, attend, *arrays(), target=target)
 
 
 def test_the_described_gpu_is_forgotten_afterwards() -> None:

@@ -426,6 +426,16 @@ def test_microbatches_equal_the_whole_batch(sizes: tuple[int, ...]) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_an_operation_on_constants_equals_one_device() -> None:
+    def step(x: Array) -> Any:
+        table = rms_norm(jnp.arange(512, dtype=jnp.float32).reshape(16, 32))
+        return x * table, (x @ table.T).sum(0)
+
+    ours, theirs = (jax.tree.leaves(f(BATCH)) for f in (autopar.parallelize(step, mesh=(2, 4)), jax.jit(step)))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_a_pipeline_equals_one_device() -> None:
     def step(weights: Sequence[Array], x: Array) -> Any:
         def loss(weights: Sequence[Array]) -> Array:
