@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.cost_models.compute import conv_flops, dot_flops
-from autopar.cost_models.kernels import kernel_flops
+from autopar.cost_models.kernels import KERNELS, kernel_flops
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
 from autopar.ir.op_sets import PRODUCTS
 
@@ -17,7 +17,7 @@ from autopar.ir.op_sets import PRODUCTS
 def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
     """Floating-point operations of one execution: exact for dot and conv, one per element otherwise.
 
-    Of a Pallas kernel at least those of its products.
+    Of a kernel at least those of its products.
     """
     if op.name == "dot_general":
         return float(dot_flops(op.params["dimension_numbers"], operands[0].shape, operands[1].shape))
@@ -25,20 +25,21 @@ def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
         names = ("dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation", "batch_group_count")
         return float(conv_flops(operands[0].shape, operands[1].shape, **{n: op.params[n] for n in names}))
     elements = float(max([t.size for t in (*operands, *results)], default=0))
-    return max(elements, kernel_flops(op.params)) if op.name == "pallas_call" else elements
+    shapes = [t.shape for t in operands]
+    return max(elements, kernel_flops(op.name, op.params, shapes)) if op.name in KERNELS else elements
 
 
 def computing_dtype(op: Op, operands: Sequence[Type]) -> str:
-    """The dtype that determines the peak rate: that of the first operand, of a Pallas kernel that of the largest."""
-    return (max(operands, key=lambda t: t.size) if op.name == "pallas_call" else operands[0]).dtype
+    """The dtype that determines the peak rate: that of the first operand, of a kernel that of the largest."""
+    return (max(operands, key=lambda t: t.size) if op.name in KERNELS else operands[0]).dtype
 
 
 def work(graph: Graph, op: Op) -> float:
     """FLOPs of one operation on whole values."""
     if op.regions:
         return (op.trips or UNKNOWN_TRIPS) * sum(work(graph, inner) for region in op.regions for inner in region.ops)
-    if op.name == "pallas_call":
-        return kernel_flops(op.params)
+    if op.name in KERNELS:
+        return kernel_flops(op.name, op.params, [graph.type_of(a).shape for a in op.inputs])
     if op.name not in PRODUCTS:
         return 0.0
     return flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
@@ -53,7 +54,7 @@ def main_dtype(graph: Graph) -> str:
     """The dtype that most FLOPs are done in; float32 where there are none. Ties go to the first by name."""
     done: dict[str, float] = {}
     for op in graph.walk():
-        if op.name in (*PRODUCTS, "pallas_call"):
+        if op.name in (*PRODUCTS, *KERNELS):
             dtype = computing_dtype(op, [graph.type_of(a) for a in op.inputs])
             done[dtype] = done.get(dtype, 0.0) + work(graph, op)
     return max(sorted(done), key=lambda d: done[d]) if done else "float32"

@@ -1,7 +1,9 @@
-"""FLOPs of Pallas kernels.
+"""FLOPs of kernels.
 
-    the kernel's own `cost_estimate`, where it has one
-    else (points of the grid) x (products in the body)
+    Pallas kernels         the kernel's own `cost_estimate`, where it has one
+                           else (points of the grid) x (products in the body)
+    custom_partitioning    products in its function
+    cuDNN's attention      by shapes                                                           -> `autopar.rules.cudnn`
 
 A branch counts as if it always ran, the dearest of several: blocks that a mask leaves out are counted. A loop whose
 number of iterations is not a constant counts once. Operations that are no products count one FLOP per element of the
@@ -11,14 +13,23 @@ operands and results of the call.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost_models.compute import dot_flops
+from autopar.ir.op_sets import ATTENTION
+from autopar.rules import cudnn
+
+#: Operations that are kernels with FLOPs of their own.
+KERNELS = ("pallas_call", "custom_partitioning", *ATTENTION)
 
 
-def kernel_flops(params: Mapping[str, Any]) -> float:
-    """FLOPs of the products of one `pallas_call` with these parameters."""
+def kernel_flops(name: str, params: Mapping[str, Any], operands: Sequence[tuple[int, ...]] = ()) -> float:
+    """FLOPs of the products of one of `KERNELS`, with these parameters and shapes of operands."""
+    if name in ATTENTION:
+        return cudnn.flops(name, params, operands)
+    if name == "custom_partitioning":
+        return _products(params["call"])
     estimate = params["cost_estimate"]
     if estimate is not None:
         return float(estimate.flops)

@@ -9,16 +9,21 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from autopar import jax_compat
 from autopar.codegen.context import Context
 from autopar.codegen.fold_transpose import transposed_layout
 from autopar.codegen.partial_sums import SPLITS
 from autopar.codegen.start_indices import clamp_start_indices
+from autopar.errors import RuleError
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, spec
-from autopar.rules import SHARD_MAPPED, pallas
+from autopar.ir.op_sets import ATTENTION
+from autopar.rules import SHARD_MAPPED, cudnn, pallas, partitioned
+
+Specs = tuple[jax.sharding.PartitionSpec, ...]
 
 
 @dataclass(eq=False)
@@ -105,7 +110,8 @@ class Emitter:
                 # XLA loses the value that the reduction begins with where its operand is joined from pieces of one
                 # element, also in plain `jax.jit` (jaxlib 0.10.2 and 0.12.0, CPU)
                 operands = jax.lax.optimization_barrier(tuple(operands))
-            bind = _bind_locally(self.context, op) if op.name in SHARD_MAPPED else partial(jax_compat.bind, op.equation)
+            emit = _LOCAL.get(op.name, _bind_locally) if op.name in SHARD_MAPPED else None
+            bind = partial(jax_compat.bind, op.equation) if emit is None else emit(self.context, op)
             results = list(bind(operands))
             return [_with_nan(op, operands[0], results[0])] if self.context.may_lose_nan(op) else results
 
@@ -309,14 +315,78 @@ def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequenc
     if is_kernel:
         parts = [_part(context, t.shape, layout) for layout, t in zip(result_layouts, types, strict=True)]
         bind = partial(pallas.bind_part, op.equation, parts)
+    return _shard_mapped(context, lambda *shards: bind(shards), in_specs, out_specs)
+
+
+def _shard_mapped(
+    context: Context, run: Callable[..., Sequence[Any]], in_specs: Specs, out_specs: Specs
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function of a device's shards as one of whole operands."""
     local = jax.shard_map(
-        lambda *shards: tuple(bind(shards)),
+        lambda *shards: tuple(run(*shards)),
         mesh=context.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,
     )
     return lambda operands: local(*operands)
+
+
+def _bind_partitioned(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Binds an operation with `custom_partitioning`: its own `partition` says what each device runs.
+
+    Left to XLA, `partition` gets whatever shardings reach the operation, and fails where its rule does not give them.
+    Here they are those of the rule: operands in any other layout are resharded first, results afterwards. Where nothing
+    is cut, each device runs the function on whole operands.
+    """
+    rule = context.rules[op.signature]
+    axes = _cut_factors(context, op)
+    operands, results = partitioned.specs(rule.operands, axes), partitioned.specs(rule.results, axes)
+    if not axes:
+        return _shard_mapped(context, jex.jaxpr_as_fun(op.params["call"]), operands, results)
+    try:
+        call = partitioned.local_call(partitioned.Partitioned.of(op.params), context.mesh, operands, results)
+    except RuleError as error:
+        name = partitioned.name(op.params)
+        raise RuleError(
+            f"{name}{f' at {op.source}' if op.source else ''} cannot be cut as its sharding_rule says: operands as "
+            f"{', '.join(map(str, operands))} on the mesh {dict(context.mesh.shape)}: {error}. Name what it cannot cut "
+            f"in need_replication_factors, or with autopar.register_rule('{name}', ...)"
+        ) from error
+    return _shard_mapped(context, call.run, call.operands, call.results)
+
+
+def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Binds cuDNN's attention per device; results that lack a factor which is cut are combined there."""
+    rule, axes = context.rules[op.signature], _cut_factors(context, op)
+
+    def run(*shards: Any) -> list[Any]:
+        results = jax_compat.bind(op.equation, shards)
+        for i, dims in enumerate(rule.results):
+            lacking = tuple(name for name, factor in axes.items() if factor not in dims)
+            combine = {"sum": jax.lax.psum, "max": jax.lax.pmax}.get(cudnn.combined(op.name, i) or "")
+            if lacking and combine is not None:
+                results[i] = combine(results[i], lacking)
+        return results
+
+    return _shard_mapped(context, run, partitioned.specs(rule.operands, axes), partitioned.specs(rule.results, axes))
+
+
+def _cut_factors(context: Context, op: Op) -> dict[str, int]:
+    """Name of a mesh axis -> the factor of an operation that the layouts of its operands cut along it."""
+    rule = context.rules[op.signature]
+    axes: dict[str, int] = {}
+    for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True)):
+        for name, dim in zip(context.names, context.read_layout(atom, f"{op.tag}.in{k}"), strict=True):
+            if dim >= 0 and dims[dim] in rule.free:
+                axes.setdefault(name, dims[dim])
+    shards: dict[int, int] = {}
+    for name, factor in list(axes.items()):
+        shards[factor] = shards.get(factor, 1) * context.mesh.shape[name]
+        if rule.sizes[factor] % shards[factor]:
+            del axes[name]
+            shards[factor] //= context.mesh.shape[name]
+    return axes
 
 
 def _part(context: Context, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -332,6 +402,12 @@ def _move_first_behind(count: int, rank: int) -> tuple[int, ...]:
     """The permutation that moves the first dimension behind the next `count`."""
     return (*range(1, count + 1), 0, *range(count + 1, rank))
 
+
+#: Operation -> how it is bound per device, if not as it is.
+_LOCAL: Mapping[str, Callable[[Context, Op], Callable[[Sequence[Any]], Sequence[Any]]]] = {
+    "custom_partitioning": _bind_partitioned,
+    **dict.fromkeys(ATTENTION, _bind_attention),
+}
 
 _REGIONS: Mapping[str, Callable[[Emitter, Op, Sequence[Any]], list[Any]]] = {
     "scan": Emitter.scan,

@@ -25,11 +25,12 @@ from autopar.compile.call import Call, in_bytes, ordinary_pins, warn
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
+from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import ArgumentError
 from autopar.explain.origin import StepOrigin
 from autopar.ir.graph import Graph
 from autopar.ir.graph import verify as verify_graph
-from autopar.ir.trace import trace
+from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
 from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
 from autopar.plans.plan import Plan
@@ -37,6 +38,8 @@ from autopar.progress import reporting
 from autopar.runtime.load import load
 from autopar.runtime.planned_step import PlannedStep
 
+#: Kind of GPU -> most elements of a head that cuDNN's attention takes on it, if less than on Hopper.
+MOST_HEAD_DIMS: Mapping[str, int] = {"P100": 0, "V100": 0, "T4": 0, "A100": 128}
 MAX_ARRAY_BYTES = 2**53  # of one array, so that the sum over a thousand of them is below 2**63
 
 
@@ -60,6 +63,7 @@ def plan_step(
         report("tracing")
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
+        _check_attention(name_of(fn), traced.graph, s, local)
         call = Call(fn, traced, args, local, time.perf_counter() - begin, report)
         step = _with_origin(call, s)
         if local:
@@ -120,6 +124,24 @@ def _with_origin(call: Call, s: Settings) -> PlannedStep:
         resolved = ordinary_pins(call.traced, call.args, in_bytes(call, s))
     step, batch = _planned(call, resolved), argnums.named_batch(call.args, s)
     return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, resolved.pins, batch)))
+
+
+def _check_attention(name: str, graph: Graph, s: Settings, local: bool) -> None:
+    """TraceError for cuDNN's attention on what is no GPU, or on one whose cuDNN lacks it."""
+    op = attention_of_cudnn(graph)
+    if op is None:
+        return
+    if local and (here := jax.default_backend()) != "gpu":
+        raise needs_gpu(name, op, f"the devices here are of the kind '{here}'")
+    if s.cluster is None:
+        return
+    device = s.cluster.device
+    if backend_of(device).name != "gpu":
+        raise needs_gpu(name, op, f"'{s.cluster.name}' has {device.name}")
+    most = next((most for kind, most in MOST_HEAD_DIMS.items() if kind in device.name), math.inf)
+    widest = max(graph.type_of(a).shape[-1] for a in op.inputs[:3])
+    if widest > most:
+        raise needs_gpu(name, op, f"on {device.name} for heads of at most {most} elements, not of {widest}")
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

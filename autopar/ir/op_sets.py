@@ -95,6 +95,11 @@ LAPACK = (
 )
 #: Kernels that the user or a library brings along.
 KERNEL_CALLS = ("pallas_call", "ffi_call")
+#: cuDNN's fused attention, forward and backward.
+ATTENTION = (
+    *("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
+    *("dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fp8_bwd_wrapper"),
+)
 #: Calls of Python on one device that return results.
 RETURNING_CALLBACKS = ("pure_callback", "io_callback")
 #: All calls of Python.

@@ -24,8 +24,9 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, PinError, TraceError
 from autopar.ir import arguments, explicit, mutation
 from autopar.ir.arguments import flatten
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.jaxpr import build_graph
+from autopar.ir.op_sets import ATTENTION
 from autopar.ir.reachable import reaches
 from autopar.ir.simplify import simplified
 
@@ -91,7 +92,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
     jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
     jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
-    _check_leaks(jaxpr, traces[0], fn)
+    _check_leaks(jaxpr, traces[-1], fn)
     jaxpr = jaxpr if mesh is None else explicit.to_auto_axes(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = _output_paths(out_shape, names)
@@ -155,6 +156,20 @@ def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[st
     return meshes[0][0] if meshes else current
 
 
+def attention_of_cudnn(graph: Graph) -> Op | None:
+    """The first operation that cuDNN computes, on GPUs alone; None if there is none."""
+    return next((op for op in graph.walk() if op.name in ATTENTION), None)
+
+
+def needs_gpu(name: str, op: Op, where: str) -> TraceError:
+    """The error for an operation of cuDNN that is to run or to be compiled elsewhere; `where`: in words."""
+    return TraceError(
+        f"{name} uses attention of cuDNN{f' at {op.source}' if op.source else ''}, which runs on GPUs; {where}. Use "
+        'jax.nn.dot_product_attention(..., implementation="xla"), or plan for GPUs without running: '
+        'autopar.plan(step, ..., cluster="dgx-h100")'
+    )
+
+
 def is_tracing() -> bool:
     """Whether `trace` is running a function; steps that the function calls are then planned as parts of it."""
     return any(frame.f_code is _make_jaxpr.__code__ for frame in jax_compat.frames())
@@ -166,7 +181,13 @@ def _name(fn: Callable[..., Any]) -> str:
 
 def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) -> tuple[Any, Any]:
     try:
-        jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
+        try:
+            jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
+        except RuntimeError as error:
+            if not jax_compat.lacks_cudnn(error):
+                raise
+            with jax_compat.described_gpu():  # a GPU need not be at hand to plan for one
+                jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
     except _NEEDS_VALUE as error:
         detail = str(error).split("\n")[0].rstrip(".")
         raise TraceError(

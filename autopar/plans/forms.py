@@ -1,7 +1,7 @@
 """Which forms of parallelism the layouts of a program amount to, in the field's terms.
 
-Each mesh axis shards at most one factor of each product (a dot or a convolution) of the forward pass. The factor says
-which form of parallelism that is:
+Each mesh axis shards at most one factor of each product (a dot, a convolution, fused attention) of the forward pass.
+The factor says which form of parallelism that is:
 
     factor                                                  form              source
     comes from the batch                                    data              -> batch_dimensions
@@ -10,6 +10,7 @@ which form of parallelism that is:
     the same, the result reduce-scattered along the batch   batch rows        tensor parallel
     the same, along another dimension of the activation     scattered rows    sequence parallel, Megatron [3], 4.2
     a batch dimension of two activations                    heads             tensor parallel, Megatron [1], 3
+    the heads of fused attention                            heads             the same
     a batch dimension of an activation and a weight         expert            GShard [2], 3
     the experts in products that dispatch and combine       expert            GShard [2], 3   -> expert_dimensions
     a free dimension of the activation, beside a weight     sequence          GSPMD [5], 5.1
@@ -37,7 +38,7 @@ from autopar import jax_compat
 from autopar.cost_models.flops import work
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ATTENTION, PRODUCTS
 from autopar.passes.microbatch.analysis import infer_batch
 from autopar.passes.microbatch.batch_dimensions import propagated
 from autopar.passes.microbatch.states import Split, State
@@ -175,7 +176,7 @@ def _products(
     totals: dict[str, dict[str, float]] = {axis: {} for axis, size in stage.submesh.items() if size > 1}
     flops, read = 0.0, set[tuple[int, str]]()
     for op in ops:
-        if op.name in PRODUCTS and op.phase == "forward" and not jax_compat.is_rematted(op.name_stack):
+        if op.name in (*PRODUCTS, *ATTENTION) and op.phase == "forward" and not jax_compat.is_rematted(op.name_stack):
             amount = work(graph, op) * graph.runs[op.index]
             flops += amount
             for number, axis in enumerate(stage.submesh):
@@ -231,6 +232,8 @@ class _Products:
             return ""
         if self._is_from(self.batch, op, rule, factor):
             return "data"
+        if op.name in ATTENTION:
+            return "heads"
         holders = [k for k, dims in enumerate(rule.operands) if factor in dims]
         weights = [_value(atom) not in self.batch for atom in op.inputs]
         in_result = factor in rule.results[0]

@@ -1,8 +1,9 @@
 """Sharding rules: which dimensions of an operation may be sharded, and which of them leave partial sums.
 
 Sources, in order: rules that the user registered; a few of autopar's own (`own.OWN_RULES`); rules derived from Pallas
-kernels (`pallas.rule`); Shardy's (`shardy.read_rules`, all operations of a program lowered together). Any other
-operation gets the rule in which every dimension needs replication, so that it runs replicated and correctly.
+kernels (`pallas.rule`), stated by `custom_partitioning` (`partitioned.analyse`), and those of cuDNN's attention
+(`cudnn.rule`); Shardy's (`shardy.read_rules`, all operations of a program lowered together). Any other operation gets
+the rule in which every dimension needs replication, so that it runs replicated and correctly.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 from autopar import jax_compat, parallel_map
 from autopar.errors import RuleError
 from autopar.ir.graph import Atom, Graph, Op
-from autopar.ir.op_sets import CALLBACKS, KERNEL_CALLS, LOGICAL_REDUCTIONS, NUMERIC_REDUCTIONS, PRODUCTS
-from autopar.rules import pallas
+from autopar.ir.op_sets import ATTENTION, CALLBACKS, KERNEL_CALLS, LOGICAL_REDUCTIONS, NUMERIC_REDUCTIONS, PRODUCTS
+from autopar.rules import cudnn, pallas, partitioned
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.rules.registry import registered_rules
@@ -28,7 +29,7 @@ __all__ = ["SHARD_MAPPED", "Rule", "RuleReader", "parse", "replicated_rule", "ru
 
 #: Leaf primitives whose lowering is opaque, or that cannot be lowered alone; replicated unless a rule is registered.
 OPAQUE = (
-    *(*KERNEL_CALLS, *CALLBACKS, "debug_print", "shard_map", "custom_partitioning", "sharding_constraint"),
+    *(*KERNEL_CALLS, *CALLBACKS, "debug_print", "shard_map", "sharding_constraint"),
     *("run_state", "tpu_custom_call"),
 )
 
@@ -163,13 +164,18 @@ def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
 def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str]) -> Rule | None:
     """A registered rule, one of autopar's own, or replication of what is opaque; None if Shardy's rule applies."""
     operands, results = _shapes(graph, op.inputs), _shapes(graph, op.outputs)
-    name = next((n for n in (op.params.get("name"), op.params.get("target_name"), op.name) if n in registered), None)
+    own = partitioned.name(op.params) if op.name == "custom_partitioning" else op.params.get("name")
+    name = next((n for n in (own, op.params.get("target_name"), op.name) if n in registered), None)
     if name is not None:
         return _parse_registered(name, registered[name], op, operands, results)
     if op.name in OWN_RULES:
         return parse(OWN_RULES[op.name](operands, results, op.params), operands, results, "autopar")
     if op.name == "pallas_call":
         return pallas.rule(op.params, operands, results)
+    if op.name == "custom_partitioning":
+        return partitioned.analyse(op.params).rule
+    if op.name in ATTENTION:
+        return cudnn.rule(op.name, op.params, operands, results)
     opaque = op.name in OPAQUE or op.equation.effects or _is_gathered(graph, op)
     return replicated_rule(operands, results) if opaque else None
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from autopar import jax_compat
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import (
+    ATTENTION,
     CALLBACKS,
     CUMULATIVE_REDUCTIONS,
     INDEX_REDUCTIONS,
@@ -22,7 +24,7 @@ from autopar.ir.op_sets import (
     SLICES,
     WINDOW_REDUCTIONS,
 )
-from autopar.rules import pallas
+from autopar.rules import cudnn, pallas, partitioned
 
 UNKNOWN = "no rule says how it may be cut; autopar.register_rule adds one"
 
@@ -54,4 +56,11 @@ def reason(operation: Op) -> str:
     """Why an operation that cannot be sharded runs replicated."""
     if operation.name == "pallas_call":
         return f"{pallas.obstacles(operation.params)}; autopar.register_rule adds a rule"
+    if operation.name == "custom_partitioning":
+        why = "; ".join(partitioned.analyse(operation.params).obstacles) or "its rule has no factor to cut"
+        return f"{partitioned.name(operation.params)}: {why}"
+    if operation.name in ATTENTION:
+        shapes = [jax_compat.shape_of(v) for v in operation.equation.invars]
+        obstacles = cudnn.obstacles(operation.name, operation.params, shapes)
+        return "; ".join(dict.fromkeys(obstacles.values())) or "it has one example and one head of keys"
     return REASONS.get(operation.name, UNKNOWN)

@@ -33,7 +33,7 @@ class Rule:
         sizes: extent of each factor (the largest number of shards).
         reduced: factors summed over: sharded along them, the operation leaves partial sums.
         need_replication: factors along which the operation cannot be sharded.
-        origin: "shardy", "autopar", or "user".
+        origin: "shardy", "autopar", "custom_partitioning" (what the operation says), or "user".
     """
 
     operands: tuple[Dims, ...]

@@ -60,7 +60,7 @@ class _Unifier:
 
 
 @dataclass(frozen=True)
-class _ShardyRule:
+class ShardyRule:
     """One `sdy.op_sharding_rule` attribute: factors per dimension, sizes and kinds."""
 
     operands: list[list[Dims]]
@@ -110,7 +110,7 @@ class _Reader:
         self.unify = _Unifier()
         self.reduced: list[int] = []
         self.need_replication: list[int] = []
-        self._parsed_rules: dict[Any, _ShardyRule] = {}
+        self._parsed_rules: dict[Any, ShardyRule] = {}
         self._functions = {f.attributes["sym_name"].value: f for f in module.body.operations}
 
     def arguments(self, name: str) -> list[list[int]]:
@@ -194,21 +194,26 @@ class _Reader:
         major = _major(dim_factors, sizes) if dim_factors else None
         self.need_replication.extend(factors[f] for f in dim_factors if f != major and sizes[f] > 1)
 
-    def _parse(self, attribute: Any) -> _ShardyRule:
+    def _parse(self, attribute: Any) -> ShardyRule:
         parsed = self._parsed_rules.get(attribute)
         if parsed is None:
-            rule = sdy.OpShardingRuleAttr(attribute)
-            parsed = self._parsed_rules[attribute] = _ShardyRule(
-                _mappings(rule.operand_mappings),
-                _mappings(rule.result_mappings),
-                list(rule.factor_sizes),
-                list(rule.reduction_factors),
-                [*rule.need_replication_factors, *rule.permutation_factors],
-            )
+            parsed = self._parsed_rules[attribute] = parse_rule(attribute)
         return parsed
 
 
-def _unmatched(name: str, rule: _ShardyRule) -> list[int]:
+def parse_rule(attribute: Any) -> ShardyRule:
+    """What an `sdy.op_sharding_rule` attribute says; permuted factors need replication."""
+    rule = sdy.OpShardingRuleAttr(attribute)
+    return ShardyRule(
+        _mappings(rule.operand_mappings),
+        _mappings(rule.result_mappings),
+        list(rule.factor_sizes),
+        list(rule.reduction_factors),
+        [*rule.need_replication_factors, *rule.permutation_factors],
+    )
+
+
+def _unmatched(name: str, rule: ShardyRule) -> list[int]:
     """Factors of operands only that are not reduced; for a custom call, factors of results only as well."""
     read = {f for dims in rule.operands for dim_factors in dims for f in dim_factors}
     written = {f for dims in rule.results for dim_factors in dims for f in dim_factors}

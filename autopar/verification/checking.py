@@ -34,7 +34,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir import arguments
 from autopar.ir.arguments import ArrayArguments
 from autopar.ir.text import size, table
-from autopar.ir.trace import trace
+from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
 from autopar.options import Settings, name_of
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable
@@ -233,6 +233,11 @@ def _compile_single(
     with _one_device_mesh(device):
         try:
             return SingleDevice(device, jax.jit(flat).lower(*shapes).compile())
+        except RuntimeError as error:
+            op = attention_of_cudnn(trace(fn, *array_args.args, static_argnums=static, **array_args.kwargs).graph)
+            if op is None or device.platform == "gpu":
+                raise
+            raise needs_gpu(name_of(fn), op, f"the devices here are of the kind '{device.platform}'") from error
         except ValueError as error:
             fixed = re.search(r"(\w+) inside jit with device ids .* at \S*?([\w.-]+:\d+)", str(error))
             if fixed is None:

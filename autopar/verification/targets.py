@@ -29,7 +29,7 @@ from autopar.passes.op_groups.bindings import assumed_trips
 from autopar.verification import hlo, shardy
 
 #: Operations that JAX lowers for devices at hand only. Tried on 0.10.2 and 0.12.0.
-LOWERED_FOR_DEVICES = (*RETURNING_CALLBACKS, "custom_partitioning", "inspect_sharding")
+LOWERED_FOR_DEVICES = (*RETURNING_CALLBACKS, "inspect_sharding")
 
 TARGETS = ("cpu", "shardy", "tpu:TOPOLOGY (tpu:v5e:2x4)", "gpu:DEVICES (gpu:h100:8)")
 

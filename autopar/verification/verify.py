@@ -28,7 +28,7 @@ from autopar.ir.arguments import as_arrays
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import RETURNING_CALLBACKS
-from autopar.ir.trace import Traced, trace
+from autopar.ir.trace import Traced, attention_of_cudnn, needs_gpu, trace
 from autopar.options import name_of, written
 from autopar.plans import comparison
 from autopar.plans.plan import Plan, check_matches
@@ -129,6 +129,9 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     with as_arrays(args, kwargs, static) as array_args:
         traced = trace(fn, *array_args.args, static_argnums=static, **array_args.kwargs)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
+        op = attention_of_cudnn(traced.graph)
+        if op is not None and platform != "gpu":
+            raise needs_gpu(name_of(fn), op, f"target={target!r} is none")
         if plan.pipelined:
             return _verify_stages(plan, name_of(fn), traced, target)
     traced, backend = apply_loaded_plan(traced, plan, registered_rules()), BACKENDS[platform]

@@ -51,6 +51,7 @@ from typing import Any, Literal, NamedTuple
 from numpy.typing import NDArray
 
 from autopar.cost_models.flops import work
+from autopar.cost_models.kernels import KERNELS
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.op_sets import ADDITIONS, KERNEL_CALLS, PRODUCTS
@@ -527,7 +528,7 @@ def _is_heavy(op: Op) -> bool:
 
 
 #: Operations without products or regions that are not cheap, or whose cost is not known.
-_OPAQUE = (*KERNEL_CALLS, "pure_callback", "shard_map", "fft", "sort")
+_OPAQUE = (*KERNEL_CALLS, *KERNELS, "pure_callback", "shard_map", "fft", "sort")
 _HEAVY = frozenset((*PRODUCTS, *_OPAQUE))
 
 

@@ -403,7 +403,11 @@ class _Emitter:
                 results = _sum_in_float32(op, result, operands)
             else:
                 params = {**op.params, **result.params}
-                results = jax_compat.bind(op.equation.replace(params=params), operands)
+                bound = jax_compat.bind(op.equation.replace(params=params), operands)
+                results = [
+                    _to_float32(x) if s == SUM and _is_narrow(x) else x
+                    for x, s in zip(bound, result.results, strict=True)
+                ]
         for value, array in zip(op.outputs, results, strict=True):
             self._check(op, value, array)
             self.local[value] = array

@@ -22,8 +22,8 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.ir.graph import Op
-from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, LINEAR_UNARY, RARE_ELEMENTWISE, WINDOW_REDUCTIONS
-from autopar.passes.microbatch import rules
+from autopar.ir.op_sets import ADDITIONS, ATTENTION, ELEMENTWISE, LINEAR_UNARY, RARE_ELEMENTWISE, WINDOW_REDUCTIONS
+from autopar.passes.microbatch import kernels, rules
 from autopar.passes.microbatch.gather import fill_combines_to_itself, gather, scatter
 from autopar.passes.microbatch.rule_types import (
     ANY,
@@ -215,6 +215,9 @@ RULES: Mapping[str, OpRules] = {
     # products
     "dot_general": OpRules(rules.dot, {"sum": NUMBER}, _linear_in("pi ip")),
     "conv_general_dilated": OpRules(rules.convolution, {"sum": NUMBER}, _linear_in("pi ip")),
+    # kernels
+    "custom_partitioning": OpRules(kernels.partitioned_call, {"sum": NUMBER}),
+    **dict.fromkeys(ATTENTION, OpRules(kernels.attention, {"sum": NUMBER, "max": ORDERED})),
     # gathers and scatters
     "gather": OpRules(gather, partial_operands=(PartialOperands("pi", REDUCTION_KINDS, ANY, fill_combines_to_itself),)),
     "scatter-add": OpRules(scatter, {"sum": NUMBER}, _linear_in("pip pbb")),

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
 from autopar.cost_models.flops import computing_dtype, flops
+from autopar.cost_models.kernels import KERNELS
 from autopar.cost_models.reductions import combines
 from autopar.cost_models.sharding.groups import FREE, WHOLE, Binding, Charge, Grouping, OpGroup, projection
 from autopar.cost_models.sharding.strategies import StrategySet
@@ -53,7 +54,7 @@ from autopar.rules import SHARD_MAPPED, Rule
 #: Operations that always have strategies of their own.
 ANCHORS = (*ALL_PRODUCTS, "sharding_constraint")
 #: Operations that are not computed once per layout in which their result is read, even if their operands are free.
-NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator")
+NEVER_FREE = (*ANCHORS, *KERNELS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator")
 #: Operations on (operand, indices, updates) for which XLA supports uneven pieces along the windows only.
 WINDOWED = ("scatter-add", "scatter")
 #: Operations whose reduction is a sum, so that partial results may be reduce-scattered.

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import jax_compat
+from autopar.cost_models.kernels import KERNELS
 from autopar.errors import GraphError
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import ADDITIONS, PRODUCTS
@@ -48,7 +49,7 @@ Roots = Mapping[int, frozenset[int]]
 
 #: Operations that are not duplicated in the passes that read their results, however small their operands.
 NOT_DUPLICATED = (
-    *(*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", "pallas_call"),
+    *(*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", *KERNELS),
 )
 
 

@@ -22,7 +22,7 @@ DISJOINT = (
     *("PRODUCTS", "RAGGED_PRODUCTS", "NUMERIC_REDUCTIONS", "LOGICAL_REDUCTIONS", "INDEX_REDUCTIONS"),
     *("CUMULATIVE_REDUCTIONS", "WINDOW_REDUCTIONS", "ADDITIONS", "ARITHMETIC", "COMPARISONS", "BITWISE", "SELECTIONS"),
     *("COMPLEX_PARTS", "CASTS", "COSTLY", "RARE_ELEMENTWISE", "RESHAPES", "REORDERINGS", "BROADCASTS", "SLICES"),
-    *("JOINS", "SCATTERS", "LAPACK", "KERNEL_CALLS", "RETURNING_CALLBACKS"),
+    *("JOINS", "SCATTERS", "LAPACK", "KERNEL_CALLS", "ATTENTION", "RETURNING_CALLBACKS"),
 )
 
 #: Set -> the set that holds it.
@@ -36,6 +36,7 @@ DERIVED = {
     "cost_models.compiler.cpu_kernels": ("_UNKNOWN",),
     "cost_models.compiler.fusion": ("MOVES", "KINDS", "KERNELS"),
     "cost_models.compiler.simplifications": ("_TABLE",),
+    "cost_models.kernels": ("KERNELS",),
     "cost_models.reductions": ("REDUCTIONS",),
     "ir.jaxpr": ("SAME_VALUES",),
     "jax_compat": ("INLINED_CALLS",),

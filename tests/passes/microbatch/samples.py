@@ -21,6 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.extend.random import threefry2x32_p
 
+from tests.rules.test_partitioned import PRODUCT, TWICE
+
 #: name -> extents by letter: even ones, which fall into two blocks; blocks of one; a dimension of one or none besides.
 EXTENTS: Mapping[str, Mapping[str, int]] = {
     "even": {"a": 4, "b": 6, "c": 2},
@@ -305,6 +307,7 @@ USES: tuple[Use, ...] = (
         eigh=_square(lambda x: lax.linalg.eigh(_definite(x), symmetrize_input=False)[1]),
         svd=_square(lambda x: lax.linalg.svd(_definite(x), compute_uv=False)),
         householder_product=("acc ac", lambda n, x, y: lax.linalg.householder_product(_tame(x), _tame(y))),
+        custom_partitioning=[_plain("ab", TWICE), _plain("ab bc", PRODUCT)],
         dot_general=_dots(),
         conv_general_dilated=_convolutions(),
         gather=_gathers(),

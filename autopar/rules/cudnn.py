@@ -1,0 +1,137 @@
+"""Sharding rules of cuDNN's fused attention, as `jax.nn.dot_product_attention(implementation="cudnn")` records it.
+
+    query [b, t, n, h], key and value [b, s, n, h], bias [b, n, t, s], lengths [b]    (or heads before positions)
+    output like the query, softmax statistic [b, n, t]; gradients like query, key, value and bias
+
+Batch `b` and heads `n` are free: every score belongs to one example and one head. Positions need replication, and so do
+the dimensions of a head. With fewer heads of keys than of queries (grouped queries), a cut keeps groups whole: the
+factor has as many shards as the greatest common divisor of both counts. JAX's own rule for these operations gives every
+operand factors of its own, which its `partition` then refuses, so it is of no use here.
+
+What one device lacks is combined after the call, along the axes that cut a factor which a result does not have: the
+gradient of a bias that all examples share is a sum, the largest magnitudes of fp8 attention are a maximum -> COMBINE
+
+Not cut at all: dropout, whose random numbers depend on the place in the kernel's own operands; paged keys and values,
+whose blocks the tables number as a whole; a function of the scores, whose operands may be anything. Packed sequences
+are not cut along the batch, whose segments the offsets number as a whole.
+
+The primitives are those of jax 0.10.2 and 0.12.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+from autopar.ir.op_sets import ATTENTION
+from autopar.rules.notation import Dims, Rule
+
+Shape = tuple[int, ...]
+Params = Mapping[str, Any]
+
+#: Operands and results, a letter each: q k v, o (like the query), a (bias), l (lengths), c (offsets), p (page tables),
+#: m (softmax statistic), x (largest magnitude). Others follow and are read whole.
+OPERANDS, RESULTS = (
+    MappingProxyType(dict(zip(ATTENTION, words, strict=True)))
+    for words in (("qkvallccpp", "qkvallccppmoo", "qkv", "qkvoom"), ("om", "qkva", "oxxm", "qkvxxxx"))
+)
+#: Letter of `RESULTS` -> how devices combine a result of this kind that lacks a factor which is cut.
+COMBINE: Mapping[str, Literal["sum", "max"]] = MappingProxyType({"a": "sum", "x": "max"})
+
+#: Position in the parameter `layout` -> the dimensions of attention operands.
+_LAYOUTS = (("b", "", "n", ""), ("b", "n", "", ""))
+_DIMS: Mapping[str, tuple[str, ...]] = MappingProxyType({"a": ("b", "n", "", ""), "l": ("b",), "m": ("b", "n", "")})
+
+
+def _words(text: str, count: int) -> str:
+    return text[:count].ljust(count, ".")
+
+
+def _letters(word: str, shape: Shape, layout: int) -> tuple[str, ...]:
+    dims = _LAYOUTS[layout] if word in "qkvo" else _DIMS.get(word, ())
+    return dims if len(dims) == len(shape) else ("",) * len(shape)
+
+
+def _is_fp8(name: str) -> bool:
+    return "fp8" in name
+
+
+def obstacles(name: str, params: Params, operands: Sequence[Shape]) -> Mapping[str, str]:
+    """The factors, "b" or "n", that are not free -> why."""
+    whole = ""
+    if params.get("dropout_rate"):
+        whole = "its dropout depends on the place in the kernel's operands"
+    elif params.get("score_mod") is not None:
+        whole = "a function of its scores is not analysed"
+    elif not _is_fp8(name) and any(len(operands[i]) == 4 for i in (8, 9)):
+        whole = "its keys and values are paged"
+    if whole:
+        return {"b": whole, "n": whole}
+    if not _is_fp8(name) and len(operands[6]) == 2:
+        return {"b": "its sequences are packed across the batch"}
+    return {}
+
+
+def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
+    """The rule of an operation of these shapes."""
+    kept = obstacles(name, params, operands)
+    layout = params["layout"]
+    sides = [
+        [(shape, _letters(word, shape, layout)) for word, shape in zip(_words(words[name], len(of)), of, strict=True)]
+        for words, of in ((OPERANDS, operands), (RESULTS, results))
+    ]
+    extents = [(letter, n) for side in sides for shape, of in side for n, letter in zip(shape, of, strict=True)]
+    sizes = [math.gcd(*(n for letter, n in extents if letter == factor and n > 1)) or 1 for factor in "bn"]
+    if any(n == 1 for n in _heads_of_keys(sides[0])):
+        sizes[1] = 1
+
+    def factor(letter: str, n: int) -> int:
+        if letter and n > 1 and sizes["bn".index(letter)] > 1:
+            return "bn".index(letter)
+        sizes.append(n)
+        return len(sizes) - 1
+
+    dims: list[tuple[Dims, ...]] = [
+        tuple(tuple(factor(letter, n) for n, letter in zip(shape, of, strict=True)) for shape, of in side)
+        for side in sides
+    ]
+    need = [*("bn".index(letter) for letter in kept), *range(2, len(sizes))]
+    return Rule(dims[0], dims[1], tuple(sizes), (), tuple(sorted(need)), "autopar")
+
+
+def _heads_of_keys(operands: Sequence[tuple[Shape, tuple[str, ...]]]) -> list[int]:
+    """The number of heads of keys: a single one is shared by all heads of queries."""
+    shape, letters = operands[1]
+    return [n for n, letter in zip(shape, letters, strict=True) if letter == "n"]
+
+
+def combined(name: str, result: int) -> Literal["sum", "max"] | None:
+    """How devices combine a result that lacks a factor which is cut."""
+    return COMBINE.get(RESULTS[name][result])
+
+
+# FLOPs
+
+
+def flops(name: str, params: Params, operands: Sequence[Shape]) -> float:
+    """FLOPs of the products: two forward, and the scores once more and four gradients backward.
+
+    Pairs of positions that a causal mask or a window leaves out do not count, as the kernel skips them.
+    """
+    heads_first = params["layout"] == 1
+    (b, t, n, h), (_, s, _, _), (*_, width) = (
+        (shape[0], shape[2], shape[1], shape[3]) if heads_first else shape for shape in operands[:3]
+    )
+    products = 3 * h + 2 * width if "bwd" in name else h + width
+    return 2.0 * b * n * _pairs(params, t, s) * products
+
+
+def _pairs(params: Params, t: int, s: int) -> int:
+    """Pairs of a query and a key position that are not masked; query i sees the keys up to i."""
+    causal = params.get("use_causal_mask", False) or "CAUSAL" in getattr(params.get("mask_type"), "name", "")
+    if not causal:
+        return t * s
+    window = params.get("sliding_window_length") or s
+    return sum(min(i + 1, s) - min(max(i + 1 - window, 0), s) for i in range(t))

@@ -1,0 +1,317 @@
+"""cuDNN's attention without a GPU: planned by batch and heads, and equal to the whole with a reference in its place.
+
+The primitives that JAX lowers to cuDNN get a lowering for CPU here: plain attention, whose backward pass reads the
+softmax statistic and the output as cuDNN's does. So what is tested are the rules, and what is bound on each device.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import jax_compat
+from autopar.bench.equal.case import dear
+from autopar.cost_models.flops import model_flops, work
+from autopar.errors import TraceError
+from autopar.ir.graph import Op
+from autopar.ir.op_sets import ATTENTION
+from autopar.ir.trace import trace
+from autopar.rules import cudnn, rules_of
+from autopar.rules.inherent import reason
+
+pytestmark = pytest.mark.core
+
+BF16 = jnp.bfloat16
+
+
+# A reference on CPU
+
+
+def scores(q: Any, k: Any, bias: Any, lengths: Any, params: Any) -> Any:
+    s = params["scale"] * jnp.einsum("btnh,bsnh->bnts", q, k)
+    s = s + bias if params["variadic_args"][0] else s
+    t, length = s.shape[2:]
+    if "CAUSAL" in params["mask_type"].name:
+        s = jnp.where(jnp.tril(jnp.ones((t, length), bool)), s, -1e9)
+    if "PADDING" in params["mask_type"].name:
+        s = jnp.where(jnp.arange(length) < lengths[:, None, None, None], s, -1e9)
+    return s
+
+
+def wide(*arrays: Any) -> list[Any]:
+    return [a.astype(jnp.float32) for a in arrays]
+
+
+def grouped(x: Any, heads: int) -> Any:
+    return jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def forward(q: Any, k: Any, v: Any, bias: Any, _: Any, lengths: Any, *rest: Any, **params: Any) -> list[Any]:
+    heads, dtype = q.shape[2], q.dtype
+    q, k, v, bias = wide(q, grouped(k, heads), grouped(v, heads), bias)
+    s = scores(q, k, bias, lengths, params)
+    statistic = jax.nn.logsumexp(s, axis=-1)
+    out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(s - statistic[..., None]), v).astype(dtype)
+    return [out, statistic] if params["is_training"] else [out]
+
+
+def backward(q: Any, k: Any, v: Any, bias: Any, _: Any, lengths: Any, *rest: Any, **params: Any) -> list[Any]:
+    statistic, out, grad = rest[4:7]
+    shapes, dtype, heads = [x.shape for x in (q, k, v, bias)], q.dtype, q.shape[2]
+    q, k, v, bias, out, grad = wide(q, grouped(k, heads), grouped(v, heads), bias, out, grad)
+    p = jnp.exp(scores(q, k, bias, lengths, params) - statistic[..., None])
+    mean = jnp.einsum("btnh,btnh->bnt", out, grad)[..., None]
+    ds = p * (jnp.einsum("btnh,bsnh->bnts", grad, v) - mean)
+    grads = [
+        params["scale"] * jnp.einsum("bnts,bsnh->btnh", ds, k),
+        params["scale"] * jnp.einsum("bnts,btnh->bsnh", ds, q),
+        jnp.einsum("bnts,btnh->bsnh", p, grad),
+    ]
+    grads = [g.reshape(*s[:3], -1, s[3]).sum(3) if g.shape != s else g for g, s in zip(grads, shapes, strict=False)]
+    if params["variadic_args"][1]:
+        axes = tuple(d for d, n in enumerate(shapes[3]) if n == 1)
+        grads.append(ds.sum(axes, keepdims=True))
+    return [g.astype(dtype) for g in grads]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's primitives below those that programs record run on CPU; steps with them may be run here."""
+    names = {"dot_product_attention_fwd": forward, "dot_product_attention_bwd": backward}
+    for name, function in names.items():
+        lowering: Any = mlir.lower_fun(function, multiple_results=True)
+        mlir.register_lowering(jax_compat.primitive(name), lowering, platform="cpu")
+    monkeypatch.setattr("autopar.compile._check_attention", lambda *args: None)
+
+
+# Steps
+
+
+def attend(q: Any, k: Any, v: Any, bias: Any = None, lengths: Any = None, causal: bool = True) -> Any:
+    return jax.nn.dot_product_attention(
+        q, k, v, bias, is_causal=causal, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+
+
+def arrays(b: int = 8, t: int = 16, n: int = 4, k: int = 4, h: int = 8) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (b, t, m, h), BF16) for key, m in zip(keys, (n, k, k), strict=True)]
+
+
+def gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The mean square of a function's result, and its gradients."""
+
+    def loss(*args: Any) -> Any:
+        return (function(*args).astype(jnp.float32) ** 2).mean()
+
+    return jax.value_and_grad(loss, tuple(range(count)))
+
+
+def of(name: str, fn: Any, *args: Any) -> Op:
+    return next(op for op in trace(fn, *args).graph.walk() if op.name == name)
+
+
+FORWARD, BACKWARD = ATTENTION[:2]
+
+
+def test_batch_and_heads_are_free() -> None:
+    graph = trace(gradients(attend, 3), *arrays()).graph
+    read = rules_of(graph)
+    first, second = (read[op.signature] for op in graph.walk() if op.name in ATTENTION)
+    assert [rule.free for rule in (first, second)] == [(0, 1)] * 2
+    sides = [
+        [["bn.."[min(f, 2)] for f in dims] for dims in (*rule.operands[:3], *rule.results)] for rule in (first, second)
+    ]
+    whole, statistic = ["b", ".", "n", "."], ["b", "n", "."]
+    assert sides == [[whole] * 4 + [statistic], [whole] * 6]
+
+
+def test_groups_of_heads_stay_whole() -> None:
+    op = of(FORWARD, gradients(attend, 3), *arrays(n=8, k=2))
+    assert rules_of(trace(gradients(attend, 3), *arrays(n=8, k=2)).graph)[op.signature].sizes[:2] == (8, 2)
+
+
+def test_one_head_of_keys_is_cut_by_batch_alone() -> None:
+    graph = trace(gradients(attend, 3), *arrays(n=8, k=1)).graph
+    assert {rules_of(graph)[op.signature].free for op in graph.walk() if op.name in ATTENTION} == {(0,)}
+
+
+def test_dropout_is_not_cut() -> None:
+    op = of(FORWARD, gradients(attend, 3), *arrays())
+    shapes = [jax_compat.shape_of(v) for v in op.equation.invars]
+    obstacles = cudnn.obstacles(op.name, {**op.params, "dropout_rate": 0.1}, shapes)
+    assert obstacles == dict.fromkeys("bn", "its dropout depends on the place in the kernel's operands")
+
+
+def test_one_example_with_one_head_of_keys_says_why_it_is_whole() -> None:
+    op = of(FORWARD, gradients(attend, 3), *arrays(b=1, k=1))
+    assert reason(op) == "it has one example and one head of keys"
+
+
+def test_largest_magnitudes_of_fp8_attention_are_combined() -> None:
+    whole, statistic, number = (8, 128, 4, 128), (8, 4, 128), (1, 1, 1, 1)
+    forward, backward = ATTENTION[2:]
+    rule = cudnn.rule(forward, {"layout": 0}, [whole] * 3 + [number] * 6, [whole, number, number, statistic])
+    assert rule.free == (0, 1)
+    assert [rule.results[i][:1] for i in (0, 3)] == [(0,)] * 2
+    assert [cudnn.combined(forward, i) for i in range(4)] == [None, "max", "max", None]
+    rule = cudnn.rule(backward, {"layout": 0}, [whole] * 5 + [statistic] + [number] * 12, [whole] * 3 + [number] * 4)
+    assert [dims[0] for dims in (*rule.operands[:6], *rule.results[:3])] == [0] * 9
+    assert [cudnn.combined(backward, i) for i in range(7)] == [None] * 3 + ["max"] * 4
+
+
+# FLOPs and memory
+
+
+def test_flops_of_the_products() -> None:
+    b, t, n, h = 8, 16, 4, 8
+    graph = trace(gradients(partial(attend, causal=False), 3), *arrays(b, t, n, n, h)).graph
+    done = {op.name: work(graph, op) for op in graph.walk() if op.name in ATTENTION}
+    assert done == {FORWARD: 4 * b * n * t * t * h, BACKWARD: 10 * b * n * t * t * h}
+    assert model_flops(graph) == sum(done.values())
+
+
+def test_masked_pairs_do_not_count() -> None:
+    q, k, v = arrays(t=16)
+    causal = of(FORWARD, attend, q, k, v)
+    shapes = [jax_compat.shape_of(x) for x in causal.equation.invars]
+    pairs = cudnn.flops(causal.name, causal.params, shapes) / (4 * 8 * 4 * 8)
+    windowed = cudnn.flops(causal.name, {**causal.params, "sliding_window_length": 3}, shapes) / (4 * 8 * 4 * 8)
+    assert pairs == sum(1 for i in range(16) for j in range(16) if j <= i)
+    assert windowed == sum(1 for i in range(16) for j in range(16) if i - 3 < j <= i)
+
+
+def training(implementation: str) -> Callable[..., Any]:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[i]) for i in range(3))
+            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+            return (jnp.einsum("btnh,nhd->btd", out, w[3].reshape(out.shape[2], -1, x.shape[2])) ** 2).mean()
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    return step
+
+
+SHAPES = jax.ShapeDtypeStruct((4, 512, 8, 64), BF16), jax.ShapeDtypeStruct((2, 2048, 512), BF16)
+
+
+def test_planned_for_a_dgx_without_a_gpu() -> None:
+    pins = {"x": P("x"), "weights": P(None, None, "y")}
+    fused, naive = (
+        autopar.plan(training(name), *SHAPES, mesh=(2, 4), cluster="dgx-h100", pins=pins) for name in ("cudnn", "xla")
+    )
+    assert not any("replicated" in note for note in fused.notes)
+    scores = 2 * 8 * 2048 * 2048 * 2 / 8  # bytes of one array of scores on each device
+    assert naive.peak_memory_bytes - fused.peak_memory_bytes > scores
+    assert fused.step_time_s < naive.step_time_s
+    assert re.search(
+        r"data parallel over x \(2 ways\); tensor parallel .*over y \(4 ways: attention by heads", str(fused)
+    )
+
+
+# Errors
+
+
+SAID = r"uses attention of cuDNN at test_cudnn.py:\d+, which runs on GPUs; {}\. Use .*implementation=\"xla\""
+
+
+def test_running_on_cpu_is_refused_with_the_line() -> None:
+    said = SAID.format("the devices here are of the kind 'cpu'")
+    with pytest.raises(TraceError, match=said):
+        autopar.parallelize(attend, mesh=(8,))(*arrays())
+    with pytest.raises(TraceError, match=said):
+        autopar.check(attend, *arrays(), mesh=(8,))
+
+
+def test_planning_for_a_tpu_is_refused() -> None:
+    with pytest.raises(TraceError, match=SAID.format("'tpu-v5e' has TPU v5e")):
+        autopar.plan(attend, *arrays(), mesh=(8,), cluster="tpu-v5e")
+
+
+def test_wide_heads_are_refused_on_gpus_before_hopper() -> None:
+    autopar.plan(attend, *arrays(h=256), mesh=(8,), cluster="dgx-h100")
+    with pytest.raises(TraceError, match=r"on A100-SXM4-80GB for heads of at most 128 elements, not of 256"):
+        autopar.plan(attend, *arrays(h=256), mesh=(8,), cluster="dgx-a100")
+
+
+@pytest.mark.parametrize("target", ["cpu", "shardy"])
+def test_compiling_for_anything_else_is_refused(target: str) -> None:
+    plan = autopar.plan(attend, *arrays(), mesh=(8,), cluster="dgx-h100")
+    with pytest.raises(TraceError, match=SAID.format(f"target='{target}' is none")):
+        autopar.verify(plan, attend, *arrays(), target=target)
+
+
+def test_the_described_gpu_is_forgotten_afterwards() -> None:
+    seen: list[str] = []
+
+    def asks() -> None:
+        try:
+            jax.eval_shape(attend, *arrays())
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    with jax_compat.described_gpu():
+        jax.eval_shape(lambda *args: attend(*args), *arrays())
+        other = threading.Thread(target=asks)
+        other.start()
+        other.join()
+    asks()
+    assert seen == ["cuDNN is not detected."] * 2
+
+
+# Equality
+
+
+def as_one_device(fn: Any, *args: Any) -> Any:
+    with jax_compat.described_gpu():
+        return jax.jit(fn)(*args)
+
+
+BIAS = jax.random.normal(jax.random.key(1), (1, 4, 16, 16), BF16)
+CASES: dict[str, tuple[Any, list[Any]]] = {
+    "causal": (gradients(attend, 3), arrays()),
+    "grouped queries": (gradients(attend, 3), arrays(n=8, k=4)),
+    "bias of all examples": (gradients(attend, 4), [*arrays(), BIAS]),
+    "lengths": (gradients(attend, 3), [*arrays(), None, jnp.arange(8, dtype=jnp.int32) + 3]),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("mesh", [(8,), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_device(name: str, mesh: tuple[int, ...]) -> None:
+    fn, args = CASES[name]
+    step = autopar.parallelize(fn, mesh=mesh, cluster=dear(mesh))
+    assert not any("replicated (" in note and "attention" in note for note in step.plan(*args).notes)
+    for ours, theirs in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(as_one_device(fn, *args)), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=2e-2, atol=2e-5)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_microbatches_equal_the_whole_batch() -> None:
+    def step(weights: Any, bias: Any, x: Any) -> Any:
+        def loss(weights: Any, bias: Any) -> Any:
+            q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
+            return (attend(q, k, v, bias).astype(jnp.float32) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss, (0, 1))(weights, bias)
+        return value, grads
+
+    weights = jax.random.normal(jax.random.key(2), (3, 32, 4, 8), BF16) / 4
+    args = weights, BIAS, jax.random.normal(jax.random.key(3), (8, 16, 32), BF16)
+    whole = as_one_device(step, *args)
+    parallel = autopar.parallelize(step, mesh=(2,), cluster=dear((2,)), num_microbatches=2, batch_argnums=(2,))
+    for ours, theirs in zip(jax.tree.leaves(parallel(*args)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=2e-2, atol=2e-5)
