@@ -80,7 +80,7 @@ def _obstacle_of_blocks(mapping: Any, number: int, counted: Mapping[int, BlockDi
     if len(counted) > 1:
         return f"several dimensions of {name} follow it"
     for d, dim in counted.items():
-        if dim.size * mapping.grid[axis] != dim.extent:
+        if not dim.extent or dim.size * mapping.grid[axis] != dim.extent:
             return f"its blocks do not cover dimension {d} of {name} exactly"
     if is_result and not counted:
         return f"{name} has no dimension of it: it accumulates over this axis"
@@ -330,24 +330,36 @@ def bind_part(equation: Any, results: Sequence[Shape], parts: Sequence[Any]) -> 
         results: the shapes of the parts of its results.
         parts: of the operands.
     """
-    params: dict[str, Any] = dict(equation.params)
+    params = {**equation.params, **part_params(equation.params, [tuple(part.shape) for part in parts], results)}
+    return list(equation.primitive.bind(*parts, **params))
+
+
+def part_params(params: Params, operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
+    """The parameters of a kernel that differ in a call on parts of its operands, cut along its factors.
+
+    Args:
+        params: those of the call on whole operands.
+        operands, results: the shapes of the parts.
+    """
     mapping, avals = params["grid_mapping"], params["out_avals"]
     grid = list(mapping.grid)
     for i, axis in enumerate(grid_axes(params)):
-        dim = axis.dims[len(parts)]  # of the first result; every result is cut alike
+        dim = axis.dims[len(operands)]  # of the first result; every result is cut alike
         if not axis.obstacle and dim is not None:
             grid[i] = axis.size * results[0][dim] // avals[0].shape[dim]
-    shapes = [*(tuple(part.shape) for part in parts[mapping.num_index_operands :]), *results]
+    shapes = [*operands[mapping.num_index_operands :], *results]
     blocks = tuple(
         block.replace(array_aval=block.array_aval.update(shape=shape))
         for block, shape in zip(mapping.block_mappings, shapes, strict=True)
     )
-    params["grid_mapping"] = mapping.replace(grid=tuple(grid), block_mappings=blocks)
-    params["out_avals"] = tuple(aval.update(shape=shape) for aval, shape in zip(avals, results, strict=True))
+    changed: dict[str, Any] = {
+        "grid_mapping": mapping.replace(grid=tuple(grid), block_mappings=blocks),
+        "out_avals": tuple(aval.update(shape=shape) for aval, shape in zip(avals, results, strict=True)),
+    }
     if params.get("cost_estimate") is not None:
         share = math.prod(grid) / math.prod(mapping.grid)
-        params["cost_estimate"] = _scaled(params["cost_estimate"], share)
-    return list(equation.primitive.bind(*parts, **params))
+        changed["cost_estimate"] = _scaled(params["cost_estimate"], share)
+    return changed
 
 
 def _scaled(estimate: Any, share: float) -> Any:

@@ -25,6 +25,7 @@ from autopar.ir.graph import Op
 from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, LINEAR_UNARY, RARE_ELEMENTWISE, WINDOW_REDUCTIONS
 from autopar.passes.microbatch import rules
 from autopar.passes.microbatch.gather import fill_combines_to_itself, gather, scatter
+from autopar.passes.microbatch.kernels import kernel
 from autopar.passes.microbatch.rule_types import (
     ANY,
     BITS,
@@ -223,4 +224,6 @@ RULES: Mapping[str, OpRules] = {
     **dict.fromkeys(("random_bits", "random_split"), OpRules(rules.per_key, dtypes=THREEFRY_KEYS)),
     **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap"), OpRules(rules.per_key)),
     "random_fold_in": OpRules(rules.fold_in),
+    # kernels: along the axes of their grid whose runs are independent, as derived from it
+    "pallas_call": OpRules(kernel),
 }
