@@ -4,6 +4,7 @@
     mul          elementwise            -                         one of two, the other invariant        sums of numbers
     reduce_max   any other dimension    maxima, if ordered        its operand                            maxima
     reshape      prefix products        -                         its operand                            everything
+    pallas_call  derived from it        -                         none
 
 A partial operand may enter an operation f if f(combine_k x_k) = combine_k f(x_k). That depends on the operation, on how
 parts are combined, and on the dtype: converting parts of a sum of int8 to float is not allowed, since the sum may wrap
