@@ -8,7 +8,8 @@ of them on its part of the operands, if
        operand or result, whose n blocks cover it exactly
     2. every result has such a dimension
     3. the body does not use `program_id(g)`
-    4. where all axes behind g are at their start, the body overwrites each scratch buffer before it reads it, so that
+    4. the body writes no operand without such a dimension, and uses no other state, such as that of random numbers
+    5. where all axes behind g are at their start, the body overwrites each scratch buffer before it reads it, so that
        no run reads what a run for another g has left there
 
 Then g is a factor of n shards: the dimensions of condition 1 are cut along it, and the local call has the grid extent
@@ -29,6 +30,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
+from autopar import jax_compat
 from autopar.rules.notation import Dims, Rule
 
 Shape = tuple[int, ...]
@@ -67,7 +69,9 @@ def _axis(params: Params, axis: int, blocks: Sequence[Sequence[BlockDim]]) -> Gr
         _obstacle_of_blocks(mapping, number, {d: block[d] for d in of}, axis)
         for number, (block, of) in enumerate(zip(blocks, counted, strict=True))
     )
-    obstacle = next(filter(None, of_blocks), "") or _obstacle_of_call(params, dims) or _obstacle_of_body(params, axis)
+    obstacle = (
+        next(filter(None, of_blocks), "") or _obstacle_of_call(params, dims) or _obstacle_of_body(params, axis, dims)
+    )
     return GridAxis(size, dims, obstacle)
 
 
@@ -178,12 +182,19 @@ def _called(equation: Any) -> Any:
 # The body
 
 
-def _obstacle_of_body(params: Params, axis: int) -> str:
+def _obstacle_of_body(params: Params, axis: int, dims: Sequence[int | None]) -> str:
     """Why what the body does depends on the runs for other points of an axis; "" if it does not."""
     mapping, body = params["grid_mapping"], params["jaxpr"]
     axes = [a for a in range(len(mapping.grid)) if a not in mapping.vmapped_dims]  # those that the body can ask for
     if axis in axes and _uses_program_id(body, axes.index(axis)):
         return f"the kernel uses program_id({axes.index(axis)})"
+    written, effects = jax_compat.kernel_effects(body)
+    state = sorted({*effects, *_primitives(body) & _STATEFUL})
+    if state:
+        return f"the kernel has state that all runs share ({', '.join(state)})"
+    shared = [i for i in sorted(written) if i < mapping.num_index_operands + mapping.num_inputs and dims[i] is None]
+    if shared:
+        return f"the kernel writes operand {shared[0]}, of which all runs have the same block"
     first_scratch = len(body.invars) - len(mapping.scratch_avals)
     scratch = {variable: i for i, variable in enumerate(body.invars[first_scratch:])}
     at_start = frozenset(axes.index(a) for a in axes if a > axis)
@@ -202,6 +213,16 @@ def _uses_program_id(jaxpr: Any, axis: int) -> bool:
         if any(_uses_program_id(inner, axis) for inner in _inner(equation)):
             return True
     return False
+
+
+#: Primitives with state besides references that their effects do not tell of.
+_STATEFUL = frozenset({"prng_random_bits", "get_global", "get_barrier_semaphore"})
+
+
+def _primitives(jaxpr: Any) -> frozenset[str]:
+    """Names of the primitives of a jaxpr, and of those inside it."""
+    inner = (_primitives(inner) for equation in jaxpr.eqns for inner in _inner(equation))
+    return frozenset(equation.primitive.name for equation in jaxpr.eqns).union(*inner)
 
 
 def _inner(equation: Any) -> list[Any]:
