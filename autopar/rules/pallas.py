@@ -8,7 +8,8 @@ of them on its part of the operands, if
        operand or result, whose n blocks cover it exactly
     2. every result has such a dimension
     3. the body does not use `program_id(g)`
-    4. where all axes behind g are at their start, the body overwrites each scratch buffer before it reads it, so that
+    4. the body writes no operand without such a dimension, and uses no other state, such as that of random numbers
+    5. where all axes behind g are at their start, the body overwrites each scratch buffer before it reads it, so that
        no run reads what a run for another g has left there
 
 Then g is a factor of n shards: the dimensions of condition 1 are cut along it, and the local call has the grid extent
@@ -29,6 +30,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
+from autopar import jax_compat
 from autopar.rules.notation import Dims, Rule
 
 Shape = tuple[int, ...]
@@ -67,7 +69,9 @@ def _axis(params: Params, axis: int, blocks: Sequence[Sequence[BlockDim]]) -> Gr
         _obstacle_of_blocks(mapping, number, {d: block[d] for d in of}, axis)
         for number, (block, of) in enumerate(zip(blocks, counted, strict=True))
     )
-    obstacle = next(filter(None, of_blocks), "") or _obstacle_of_call(params, dims) or _obstacle_of_body(params, axis)
+    obstacle = (
+        next(filter(None, of_blocks), "") or _obstacle_of_call(params, dims) or _obstacle_of_body(params, axis, dims)
+    )
     return GridAxis(size, dims, obstacle)
 
 
@@ -80,7 +84,7 @@ def _obstacle_of_blocks(mapping: Any, number: int, counted: Mapping[int, BlockDi
     if len(counted) > 1:
         return f"several dimensions of {name} follow it"
     for d, dim in counted.items():
-        if dim.size * mapping.grid[axis] != dim.extent:
+        if not dim.extent or dim.size * mapping.grid[axis] != dim.extent:
             return f"its blocks do not cover dimension {d} of {name} exactly"
     if is_result and not counted:
         return f"{name} has no dimension of it: it accumulates over this axis"
@@ -178,12 +182,19 @@ def _called(equation: Any) -> Any:
 # The body
 
 
-def _obstacle_of_body(params: Params, axis: int) -> str:
+def _obstacle_of_body(params: Params, axis: int, dims: Sequence[int | None]) -> str:
     """Why what the body does depends on the runs for other points of an axis; "" if it does not."""
     mapping, body = params["grid_mapping"], params["jaxpr"]
     axes = [a for a in range(len(mapping.grid)) if a not in mapping.vmapped_dims]  # those that the body can ask for
     if axis in axes and _uses_program_id(body, axes.index(axis)):
         return f"the kernel uses program_id({axes.index(axis)})"
+    written, effects = jax_compat.kernel_effects(body)
+    state = sorted({*effects, *_primitives(body) & _STATEFUL})
+    if state:
+        return f"the kernel has state that all runs share ({', '.join(state)})"
+    shared = [i for i in sorted(written) if i < mapping.num_index_operands + mapping.num_inputs and dims[i] is None]
+    if shared:
+        return f"the kernel writes operand {shared[0]}, of which all runs have the same block"
     first_scratch = len(body.invars) - len(mapping.scratch_avals)
     scratch = {variable: i for i, variable in enumerate(body.invars[first_scratch:])}
     at_start = frozenset(axes.index(a) for a in axes if a > axis)
@@ -202,6 +213,16 @@ def _uses_program_id(jaxpr: Any, axis: int) -> bool:
         if any(_uses_program_id(inner, axis) for inner in _inner(equation)):
             return True
     return False
+
+
+#: Primitives with state besides references that their effects do not tell of.
+_STATEFUL = frozenset({"prng_random_bits", "get_global", "get_barrier_semaphore"})
+
+
+def _primitives(jaxpr: Any) -> frozenset[str]:
+    """Names of the primitives of a jaxpr, and of those inside it."""
+    inner = (_primitives(inner) for equation in jaxpr.eqns for inner in _inner(equation))
+    return frozenset(equation.primitive.name for equation in jaxpr.eqns).union(*inner)
 
 
 def _inner(equation: Any) -> list[Any]:
@@ -330,24 +351,36 @@ def bind_part(equation: Any, results: Sequence[Shape], parts: Sequence[Any]) -> 
         results: the shapes of the parts of its results.
         parts: of the operands.
     """
-    params: dict[str, Any] = dict(equation.params)
+    params = {**equation.params, **part_params(equation.params, [tuple(part.shape) for part in parts], results)}
+    return list(equation.primitive.bind(*parts, **params))
+
+
+def part_params(params: Params, operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
+    """The parameters of a kernel that differ in a call on parts of its operands, cut along its factors.
+
+    Args:
+        params: those of the call on whole operands.
+        operands, results: the shapes of the parts.
+    """
     mapping, avals = params["grid_mapping"], params["out_avals"]
     grid = list(mapping.grid)
     for i, axis in enumerate(grid_axes(params)):
-        dim = axis.dims[len(parts)]  # of the first result; every result is cut alike
+        dim = axis.dims[len(operands)]  # of the first result; every result is cut alike
         if not axis.obstacle and dim is not None:
             grid[i] = axis.size * results[0][dim] // avals[0].shape[dim]
-    shapes = [*(tuple(part.shape) for part in parts[mapping.num_index_operands :]), *results]
+    shapes = [*operands[mapping.num_index_operands :], *results]
     blocks = tuple(
         block.replace(array_aval=block.array_aval.update(shape=shape))
         for block, shape in zip(mapping.block_mappings, shapes, strict=True)
     )
-    params["grid_mapping"] = mapping.replace(grid=tuple(grid), block_mappings=blocks)
-    params["out_avals"] = tuple(aval.update(shape=shape) for aval, shape in zip(avals, results, strict=True))
+    changed: dict[str, Any] = {
+        "grid_mapping": mapping.replace(grid=tuple(grid), block_mappings=blocks),
+        "out_avals": tuple(aval.update(shape=shape) for aval, shape in zip(avals, results, strict=True)),
+    }
     if params.get("cost_estimate") is not None:
         share = math.prod(grid) / math.prod(mapping.grid)
-        params["cost_estimate"] = _scaled(params["cost_estimate"], share)
-    return list(equation.primitive.bind(*parts, **params))
+        changed["cost_estimate"] = _scaled(params["cost_estimate"], share)
+    return changed
 
 
 def _scaled(estimate: Any, share: float) -> Any:

@@ -59,7 +59,7 @@ from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, Analysis, PlacedOp, build_programs
-from autopar.passes.microbatch.regions import FlattenedOps, apply_rule, blocking_op, flatten, is_zero
+from autopar.passes.microbatch.regions import Blocking, FlattenedOps, Reason, apply_rule, blocking_op, flatten, is_zero
 from autopar.passes.microbatch.rule_types import RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
 from autopar.passes.microbatch.table import invariant_results
@@ -71,21 +71,6 @@ HOISTED_BYTES_PER_BATCH_BYTE = 16.0
 HOISTED_BYTES_FREE = 1 << 16
 #: Largest number of arguments that a refusal names.
 MAX_NAMES = 6
-
-
-class Reason(NamedTuple):
-    """Why FLOPs are outside of the loops: `op` reads whole what `source` gives block by block."""
-
-    op: Op
-    source: Op
-    flops: float
-
-    def __str__(self) -> str:
-        at = f" at {self.op.source}" if self.op.source else ""
-        if self.source is self.op:
-            return f"{self.op.name}{at} combines examples of the whole batch"
-        of = f" at {self.source.source}" if self.source.source else ""
-        return f"{self.source.name}{of} is over the whole batch, and {self.op.name}{at} hands it back to every example"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,7 +249,7 @@ def _refusal(best: Microbatches, per_microbatch: Sequence[str]) -> str:
         per_microbatch: as the user gave it; what it covers already is not advised.
     """
     main_reasons = best.reasons[:3]
-    lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in main_reasons))
+    lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in main_reasons if not r.why))
     reasons = "; ".join(map(str, main_reasons))
     covered = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
     accept = "" if covered else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
@@ -478,7 +463,7 @@ class _Analyzer:
         """True if the totals that an operation reads may be the microbatch's own."""
         if not self.per_microbatch:
             return False
-        names = {*_names(op), *_names(_source(self, op))}
+        names = {*_names(op), *_names(_source(self, op).op)}
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.per_microbatch for name in sorted(names))
 
     def _before_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
@@ -572,10 +557,10 @@ def _reasons(analyzer: _Analyzer, displaced: Mapping[int, float]) -> tuple[Reaso
         root = _whole_batch_reader(analyzer, by_index[index])
         flops_of[root] = flops_of.get(root, 0.0) + flops
     order = sorted((root for root in flops_of if flops_of[root]), key=lambda root: (-flops_of[root], root))
-    return tuple(Reason(by_index[r], _source(analyzer, by_index[r]), flops_of[r]) for r in order)
+    return tuple(Reason(by_index[r], *_source(analyzer, by_index[r]), flops_of[r]) for r in order)
 
 
-def _source(analyzer: _Analyzer, op: Op) -> Op:
+def _source(analyzer: _Analyzer, op: Op) -> Blocking:
     """The first operation whose total `op` reads: if possible a sum, of the forward pass. Else the operation without
     a rule.
     """
@@ -596,4 +581,4 @@ def _source(analyzer: _Analyzer, op: Op) -> Op:
         states = tuple(analyzer.use(x).state for x in op.inputs)
         return blocking_op(analyzer.graph, op, states, analyzer.count)
     summed = [o for o in blocked if any(isinstance(analyzer.values[v][0], Partial) for v in o.outputs)]
-    return min(summed or blocked, key=lambda o: (o.phase != "forward", o.index))
+    return Blocking(min(summed or blocked, key=lambda o: (o.phase != "forward", o.index)))

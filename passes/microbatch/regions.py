@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.passes.microbatch import kernels
 from autopar.passes.microbatch.rule_types import ConstantComponent, Operands, RuleResult, no_constants
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Split, State, join
@@ -98,6 +99,14 @@ class BlockBody:
     output_states: tuple[State, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockedBody:
+    """A body that cannot run on blocks: the first operation that cannot, and the states of its operands."""
+
+    op: Op
+    states: tuple[State, ...]
+
+
 def is_zero(atom: Atom) -> bool:
     """True for a literal zero."""
     return not isinstance(atom, int) and not np.any(np.asarray(atom.value))
@@ -127,7 +136,7 @@ def apply_rule(
     )
 
 
-def analyse_region(graph: Graph, region: Region, input_states: Sequence[State], count: int) -> BlockBody | Op:
+def analyse_region(graph: Graph, region: Region, input_states: Sequence[State], count: int) -> BlockBody | BlockedBody:
     """The body with its inputs in these states; if there is an operation that cannot run on blocks, the first such
     operation.
     """
@@ -143,7 +152,7 @@ def analyse_region(graph: Graph, region: Region, input_states: Sequence[State], 
         else:
             result = None if op.equation.effects else apply_rule(graph, op, operands, count)
             if result is None:
-                return op
+                return BlockedBody(op, operands)
             results, rule_results[op.index] = result.results, result
         states.update(zip(op.outputs, results, strict=True))
     outputs = tuple(state_of(a, states) for a in flat.outputs)
@@ -190,14 +199,14 @@ def _shift_dim(state: State, by: int) -> State | None:
 
 def _fixpoint(
     graph: Graph, region: Region, fixed: Sequence[State], carries: Sequence[State], rest: Sequence[State], count: int
-) -> BlockBody | Op | None:
+) -> BlockBody | BlockedBody | None:
     """A loop's body on blocks, its carries in the least states that an iteration reproduces.
 
     The operation that cannot run on blocks, if there is one; None if the carries have no such states.
     """
     for _ in range(len(carries) + 2):
         body = analyse_region(graph, region, [*fixed, *carries, *rest], count)
-        if isinstance(body, Op):
+        if isinstance(body, BlockedBody):
             return body
         joined = [s for a, b in zip(carries, body.output_states, strict=False) if (s := join(a, b)) is not None]
         if len(joined) < len(carries):
@@ -208,7 +217,7 @@ def _fixpoint(
     return None
 
 
-def _scan_body(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> BlockBody | Op | None:
+def _scan_body(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> BlockBody | BlockedBody | None:
     fixed, carried = jax_compat.scan_counts(op.params)
     stacked = states[fixed + carried :]
     slices = [s for s in (_shift_dim(s, -1) for s in stacked) if s is not None]
@@ -295,13 +304,13 @@ def _while_bodies(
     if not isinstance(body, BlockBody):
         return None
     test = analyse_region(graph, condition, [*states[:first], *body.output_states], count)
-    return None if isinstance(test, Op) else (test, body)
+    return None if isinstance(test, BlockedBody) else (test, body)
 
 
 def _cond(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleResult | None:
     if not isinstance(states[0], Invariant):
         return None
-    bodies = [analyse_region(graph, region, states[1:], count) for region in op.regions]
+    bodies = _branches(graph, op, states, count)
     blocked = [b for b in bodies if isinstance(b, BlockBody)]
     if len(blocked) < len(bodies):
         return None
@@ -314,6 +323,10 @@ def _cond(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleRe
     return RuleResult(
         joined, body=tuple(_push_slices_down(graph, replace(b, output_states=joined), (), count) for b in blocked)
     )
+
+
+def _branches(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> list[BlockBody | BlockedBody]:
+    return [analyse_region(graph, region, states[1:], count) for region in op.regions]
 
 
 def _join_all(states: Sequence[State]) -> State | None:
@@ -332,7 +345,44 @@ def _join_all(states: Sequence[State]) -> State | None:
 _REGION_RULES: Mapping[str, Any] = {"scan": _scan, "while": _while, "cond": _cond}
 
 
-def blocking_op(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> Op:
-    """The operation inside a scan that prevents it from running on blocks; the scan itself if none inside does."""
-    body = _scan_body(graph, op, states, count) if op.name == "scan" else None
-    return body if isinstance(body, Op) else op
+# Refusals
+
+
+class Blocking(NamedTuple):
+    """An operation that prevents others from running on blocks, and why it does, where its rule says."""
+
+    op: Op
+    why: str = ""
+
+
+class Reason(NamedTuple):
+    """Why FLOPs are outside of the loops: `op` reads whole what `source` gives block by block, or `why` if given."""
+
+    op: Op
+    source: Op
+    why: str
+    flops: float
+
+    def __str__(self) -> str:
+        at = f" at {self.op.source}" if self.op.source else ""
+        of = f" at {self.source.source}" if self.source.source else ""
+        if self.why:
+            return f"{self.source.name}{of} does not run on a part of the batch: {self.why}"
+        if self.source is self.op:
+            return f"{self.op.name}{at} combines examples of the whole batch"
+        return f"{self.source.name}{of} is over the whole batch, and {self.op.name}{at} hands it back to every example"
+
+
+def blocking_op(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> Blocking:
+    """The operation inside a scan or a branch that prevents it from running on blocks; `op` itself if none does."""
+    bodies: Sequence[BlockBody | BlockedBody | None] = ()
+    if op.name == "scan":
+        bodies = [_scan_body(graph, op, states, count)]
+    elif op.name == "cond" and isinstance(states[0], Invariant):
+        bodies = _branches(graph, op, states, count)
+    inner = next((body for body in bodies if isinstance(body, BlockedBody)), None)
+    if inner is not None:
+        return blocking_op(graph, inner.op, inner.states, count)
+    explained = op.name == "pallas_call" and not all(isinstance(s, Invariant) for s in states)
+    operands = Operands(op, shapes(graph, op.inputs), shapes(graph, op.outputs), states, count)
+    return Blocking(op, kernels.refusal(operands) if explained else "")

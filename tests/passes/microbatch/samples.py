@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from jax.extend.core import primitives
 from jax.extend.random import threefry2x32_p
 
@@ -223,6 +224,29 @@ def _reductions() -> dict[str, Any]:
     return {f"reduce_{name}": _reduced(f"reduce_{name}") for name in names}
 
 
+def _kernels() -> list[tuple[str, Callable[..., Any]]]:
+    """Rows in runs of one and two beside a row for all of them, and blocks that change their places."""
+
+    def chosen(x: Any, y: Any, out: Any) -> None:
+        out[...] = jnp.where(x[...] == y[...], x[...], y[...])
+
+    def copied(x: Any, out: Any, again: Any) -> None:
+        out[...], again[...] = x[...][0], x[...]
+
+    def rows(n: Mapping[str, int], x: Any, y: Any, size: int) -> Any:
+        specs = [pl.BlockSpec((size, n["c"]), lambda i: (i, 0)), pl.BlockSpec((1, n["c"]), lambda i: (0, 0))]
+        grid, like = (n["a"] // size,), jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(chosen, like, grid=grid, in_specs=specs, out_specs=specs[0], interpret=True)(x, y[:1])
+
+    def moved(n: Mapping[str, int], x: Any) -> Any:
+        spec = pl.BlockSpec((1, n["c"], 1), lambda i, j: (i, 0, j))
+        out = [pl.BlockSpec((n["c"], 1), lambda i, j: (j, i)), spec]
+        like = [jax.ShapeDtypeStruct((n["c"] * n["b"], n["a"]), x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)]
+        return pl.pallas_call(copied, like, grid=(n["a"], n["b"]), in_specs=[spec], out_specs=out, interpret=True)(x)
+
+    return [*[("ac bc", lambda n, x, y, k=k: rows(n, x, y, k)) for k in (1, 2)], ("acb", moved)]
+
+
 USES: tuple[Use, ...] = (
     *_named(_UNARY, "ab"),
     *_named(_BINARY, "ab ab"),
@@ -322,6 +346,7 @@ USES: tuple[Use, ...] = (
         random_unwrap=_keyed(jax.random.key_data),
         random_seed=("a:u", lambda n, x: jax.random.key_data(jax.vmap(jax.random.key)(x))),
         random_fold_in=("ac:k a:u", lambda n, k, x: _folded(k, x)),
+        pallas_call=_kernels(),
     ),
 )  # fmt: skip
 
