@@ -44,6 +44,7 @@ _HOMES = {
     "PlanMismatchError": "autopar.errors",
     "ScheduleError": "autopar.errors",
     "StageError": "autopar.errors",
+    "ProcessError": "autopar.errors",
     "DonatedError": "autopar.errors",
     "DifferenceError": "autopar.errors",
 }
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from autopar.errors import MicrobatchError as MicrobatchError
     from autopar.errors import PinError as PinError
     from autopar.errors import PlanMismatchError as PlanMismatchError
+    from autopar.errors import ProcessError as ProcessError
     from autopar.errors import RuleError as RuleError
     from autopar.errors import ScheduleError as ScheduleError
     from autopar.errors import SolverError as SolverError

@@ -1,7 +1,7 @@
 """The only place that touches JAX beyond its public interface, or that branches on its version.
 
 Each entry says which versions it was tried on. Everything else in autopar imports from here, so that a new JAX release
-is one file's work.
+is the work of one package.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import inspect
 import os
 import sys
 import sysconfig
-import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,21 +23,22 @@ import jax.extend.core as jex
 import jaxlib.version
 from jax._src import config as jax_config  # tried on 0.10.2, 0.12.0: settings that change what a trace gives
 from jax._src import core as jax_core  # tried on 0.10.2, 0.12.0: the trace in force, to find values that outlive it
-from jax._src import custom_partitioning_sharding_rule as jax_sharding_rule  # tried on 0.10.2, 0.12.0
-from jax._src import (
-    distributed,  # tried on 0.10.2, 0.12.0: the store that processes share
-    source_info_util,  # tried on 0.10.2, 0.12.0: user frames and name stacks of equations
-    xla_bridge,  # tried on 0.10.2, 0.12.0: whether a backend is running
-)
 from jax._src import effects as jax_effects  # tried on 0.10.2, 0.12.0: which effects force an order
 from jax._src import mesh as jax_mesh  # tried on 0.10.2, 0.12.0: the mesh in force with its devices
 from jax._src import pjit as jax_pjit  # tried on 0.10.2, 0.12.0: the primitive of with_sharding_constraint
-from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # tried on 0.10.2, 0.12.0: what it asks of a GPU
-from jax._src.interpreters import mlir as jax_mlir  # tried on 0.10.2, 0.12.0: types of a sharding rule
+from jax._src import (
+    source_info_util,  # tried on 0.10.2, 0.12.0: user frames and name stacks of equations
+    xla_bridge,  # tried on 0.10.2, 0.12.0: whether a backend is running
+)
 from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead code elimination, also inside scans
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jaxlib.mlir import ir  # the same on jaxlib 0.10.2 and 0.12.0
+
+from autopar.jax_compat.partitioning import described_gpu as described_gpu
+from autopar.jax_compat.partitioning import lacks_cudnn as lacks_cudnn
+from autopar.jax_compat.partitioning import partitioning_rule as partitioning_rule
+from autopar.jax_compat.processes import ProcessStore as ProcessStore
+from autopar.jax_compat.processes import process_store as process_store
 
 #: Primitives that only call another jaxpr once with the same arguments; the tracer inlines them.
 #: name -> parameter that holds the callee. Tried on 0.10.2 and 0.12.0.
@@ -55,7 +54,7 @@ INLINED_CALLS: Mapping[str, str] = {
 #: Folders of installed packages.
 _INSTALLED = tuple(dict.fromkeys(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")))
 
-_AUTOPAR = os.path.dirname(__file__) + os.sep
+_AUTOPAR = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ZOO = os.path.join(_AUTOPAR, "zoo", "")
 
 #: Name of the rematerialisation primitive. Tried on 0.10.2 and 0.12.0.
@@ -117,73 +116,6 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
-
-
-def partitioning_rule(
-    rule: Any, arguments: Sequence[Any], operands: Sequence[jax.ShapeDtypeStruct], results: Sequence[Any]
-) -> Any:
-    """The `sharding_rule` of a `custom_partitioning` as Shardy's attribute. Tried on 0.10.2 and 0.12.0.
-
-    Args:
-        rule: an `SdyShardingRule`, or a function of `arguments` and the MLIR types of operands and results that gives
-            one, a text, or a text and its keyword arguments.
-        arguments: static arguments and mesh.
-        operands, results: shapes and types.
-    """
-    with jax_mlir.make_ir_context(), ir.Location.unknown():
-        types: list[list[ir.Type]] = [
-            [ir.RankedTensorType.get(t.shape, jax_mlir.dtype_to_ir_type(t.dtype)) for t in of]
-            for of in (operands, results)
-        ]
-        options: Mapping[str, Any] = {}
-        if callable(rule):
-            rule = rule(*arguments, *types)
-            rule, options = rule if isinstance(rule, tuple | list) else (rule, options)
-        if isinstance(rule, str):
-            rule = jax_sharding_rule.str_to_sdy_sharding_rule(rule, **options)
-        return jax_sharding_rule.sdy_sharding_rule_to_mlir(rule, *types)
-
-
-#: The GPU for which cuDNN's attention is traced where none is at hand: (version of cuDNN, compute capability).
-_DESCRIBED_GPU = (91300, (9, 0))
-_GPU_LOCK = threading.RLock()
-
-
-def lacks_cudnn(error: BaseException) -> bool:
-    """Whether JAX refuses to trace attention of cuDNN since no GPU is at hand. Tried on 0.10.2 and 0.12.0."""
-    return isinstance(error, RuntimeError) and str(error) == "cuDNN is not detected."
-
-
-@contextlib.contextmanager
-def described_gpu() -> Iterator[None]:
-    """Inside, and in this thread alone, attention of cuDNN is traced as for a Hopper GPU.
-
-    Tried on 0.10.2 and 0.12.0.
-    """
-    version, capability = _DESCRIBED_GPU
-    thread = threading.get_ident()
-
-    def parsed(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")))
-
-    answers: Mapping[str, Callable[..., Any]] = {
-        "check_cudnn_version": lambda: version,
-        "check_compute_capability": lambda wanted: capability >= parsed(wanted),
-        "is_cuda_compute_capability_equal": lambda wanted: capability == parsed(wanted),
-    }
-
-    def answering(name: str, asked: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (answers[name] if threading.get_ident() == thread else asked)(*args)
-
-    with _GPU_LOCK:
-        before = {name: getattr(jax_cudnn, name) for name in answers}
-        try:
-            for name, asked in before.items():
-                setattr(jax_cudnn, name, answering(name, asked))
-            yield
-        finally:
-            for name, asked in before.items():
-                setattr(jax_cudnn, name, asked)
 
 
 def user_frame(source_info: Any) -> tuple[str, int]:
@@ -596,32 +528,3 @@ def versions() -> str:
 def key_implementation(dtype: Any) -> str:
     """The name of the implementation of random keys of a type. Tried on 0.10.2 and 0.12.0."""
     return str(dtype._impl.name)
-
-
-@dataclass(frozen=True)
-class ProcessStore:
-    """Keys and values that the processes of `jax.distributed` share. Tried on 0.10.2 and 0.12.0."""
-
-    client: Any
-
-    def put(self, key: str, value: bytes) -> None:
-        """Store a value."""
-        self.client.key_value_set_bytes(key, value)
-
-    def get(self, key: str, seconds: float) -> bytes | None:
-        """The value of a key; None if there is none after so many seconds."""
-        try:
-            return bytes(self.client.blocking_key_value_get_bytes(key, int(1000 * seconds)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
-
-    def count(self, key: str) -> int:
-        """How often this has been called with a key."""
-        return int(self.client.key_value_increment(key, 1))
-
-
-def process_store() -> ProcessStore:
-    """The store of the processes that `jax.distributed.initialize` has connected."""
-    return ProcessStore(distributed.global_state.client)
