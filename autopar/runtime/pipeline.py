@@ -1,9 +1,10 @@
-"""A train step run as a pipeline: one process walks the instruction lists of all ranks and dispatches.
+"""A train step run as a pipeline: every process walks the instruction lists of all ranks, and dispatches its own.
 
     build         stages, a schedule and submeshes become compiled programs               -> programs.py
     lower         the same programs for devices that need not be here, to look at them
     once          the schedule is lowered to calls of these programs                      -> lowered_schedule.py
     every step    the instructions are dispatched in order                                -> executor.py
+                  arrays move between submeshes, of one process or of several            -> transport.py
     at its end    updates write new state into the buffers of old state                   -> donation.py
 
 JAX's asynchronous dispatch makes this a pipeline: a call returns before its submesh is done, and submeshes run

@@ -92,9 +92,11 @@ class Transport:
     """Moves arrays between shardings, and keeps the programs that do so.
 
     Attributes:
+        alone: there is one process.
         exchanges: by types, source and target shardings.
     """
 
+    alone: bool = field(default_factory=lambda: jax.process_count() == 1)
     exchanges: dict[Any, Exchange] = field(default_factory=dict[Any, "Exchange"])
 
     def move(self, arrays: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
@@ -104,7 +106,7 @@ class Transport:
             arrays: arrays, or `ShapeDtypeStruct`s for those without a device of this process.
             targets: their new shardings, all on one mesh.
         """
-        if all(x.sharding.is_fully_addressable for x in arrays) and all(t.is_fully_addressable for t in targets):
+        if self.alone or all(s.is_fully_addressable for s in (*(x.sharding for x in arrays), *targets)):
             return jax.device_put(list(arrays), list(targets))
         todo = [i for i, (x, t) in enumerate(zip(arrays, targets, strict=True)) if x.sharding != t]
         moved = dict(zip(todo, self._exchanged([arrays[i] for i in todo], [targets[i] for i in todo]), strict=True))
