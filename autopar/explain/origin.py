@@ -6,7 +6,7 @@ other options    the step is planned again from its trace                       
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.explain.baselines import baselines
-from autopar.explain.hints import hints
+from autopar.explain.hints import Replan, hints
 from autopar.explain.problems import Subject, of_stage, whole_step
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.options import Settings, settings
 from autopar.passes.mesh_search.planner import collector_paused
+from autopar.passes.microbatch.analysis import infer_batch
 from autopar.passes.op_groups.constraints import Pins, last_pins
 from autopar.passes.op_groups.pin_keys import Pinnable
 from autopar.plans.origin import Alternative, Hint, Prices
@@ -38,14 +39,14 @@ class StepOrigin:
     Attributes:
         step: the planned step.
         settings: the options that it was planned with.
-        replan: plans the same step with other options.
+        replan: plans the same step with other options, or with a larger batch.
         pins: those of the options, with strategies expanded.
         batch: positions of the argument leaves that hold the batch, if the user names them.
     """
 
     step: PlannedStep
     settings: Settings
-    replan: Callable[[Settings], Plan]
+    replan: Replan
     pins: Pins | None = None
     batch: tuple[int, ...] | None = None
     _subjects: dict[int, Subject] = field(default_factory=dict)
@@ -148,7 +149,15 @@ class StepOrigin:
 
     def hints(self) -> tuple[Hint, ...]:
         """See `autopar.plans.origin.Origin`."""
-        return hints(self.step.plan, self._options, self.replan)
+        return hints(self.step.plan, self._options, self.replan, self._examples)
+
+    @property
+    def _examples(self) -> int:
+        """The leading extent of the batch; 0 if nothing is told to be the batch."""
+        graph = self.step.traced.graph
+        leaves = infer_batch(graph) if self.batch is None else self.batch
+        shapes = (graph.types[graph.inputs[i]].shape for i in leaves)
+        return max((shape[0] for shape in shapes if shape), default=0)
 
     @property
     def _options(self) -> Settings:
