@@ -26,6 +26,7 @@ from autopar.passes.op_groups.constraints import Pins, last_pins
 from autopar.passes.op_groups.pin_keys import Pinnable
 from autopar.plans.origin import Alternative, Hint, Prices
 from autopar.plans.plan import Plan
+from autopar.progress import reporting
 from autopar.runtime.planned_step import PlannedStep
 
 #: Options that `replanned` does not take: they say what the arguments are, or give a plan instead of making one.
@@ -80,16 +81,22 @@ class StepOrigin:
 
     def _priced(self, number: int, values: Sequence[int], exact: bool, layouts: Sequence[Layout] | None) -> Prices:
         """Prices in the problem of a stage; -1: of the step on one mesh."""
-        with collector_paused(), jax_compat.automatic_axes():
+        progress = reporting("explain", self.settings.progress)
+        with collector_paused(), jax_compat.automatic_axes(), progress as report:
+            report("the problem of the step")
             subject = self._subject(number)
             possible = subject.alternatives.layouts(values)
             wanted = [layout for layout in possible if layouts is None or layout in layouts]
+            report(f"bounds of {len(wanted)} layouts")
             alternatives = [
                 Alternative(layout, subject.local_bytes(values[0], layout), subject.alternatives.bound(values, layout))
                 for layout in wanted
             ]
             if exact:
-                solved = [subject.exact_s(values, layout) for layout in wanted]
+                solved: list[tuple[float, bool]] = []
+                for layout in wanted:
+                    report(f"solving again, layout {len(solved) + 1} of {len(wanted)}")
+                    solved.append(subject.exact_s(values, layout))
                 pairs = zip(alternatives, solved, strict=True)
                 alternatives = [replace(a, exact_s=seconds, proven=proven) for a, (seconds, proven) in pairs]
         ranked = sorted(alternatives, key=lambda a: (a.seconds, a.at_least_s))
