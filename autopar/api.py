@@ -79,7 +79,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         gap: relative gap between the step time and the lower bound on all plans of all candidate meshes at which the
             search ends. 0 requires a proof of optimality.
         plan: a `Plan`, or the path of a saved one, that replaces planning.
-        progress: print to stderr what is being planned, and bounds. None: in a terminal, after two seconds of planning.
+        progress: print to stderr what is planned or explained, and bounds. None: in a terminal, after two seconds.
         remat: results of the forward pass that the backward pass recomputes (Chen et al., 2016). "none". "dots": in
             each layer all but those of matrix products and convolutions. "full": everything in a layer, from the inputs
             of the layer. "auto": nothing, unless memory requires it; then the policy with the shortest step, in as few

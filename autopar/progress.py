@@ -1,7 +1,7 @@
-"""Progress of planning on stderr: what is being planned, and the best plan and bound so far.
+"""Progress on stderr: what is being planned, with the best plan and bound so far, and what else takes long.
 
 progress=True     every line, at once
-progress=None     in a terminal, once planning has taken `PATIENCE` seconds; otherwise nothing
+progress=None     in a terminal, once it has taken `PATIENCE` seconds; otherwise nothing
 progress=False    nothing
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE = 2.0  # seconds of planning before the first line in a terminal
+PATIENCE = 2.0  # seconds before the first line in a terminal
 
 
 class Progress:
@@ -55,7 +55,7 @@ class Progress:
 
 @contextmanager
 def reporting(name: str, wanted: bool | None) -> Iterator[Progress]:
-    """Reports progress of planning a function until the context ends; `wanted`: the option `progress`."""
+    """Reports progress on a function, or of a command, until the context ends; `wanted`: the option `progress`."""
     progress = Progress(name, wanted)
     try:
         yield progress

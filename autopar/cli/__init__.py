@@ -48,6 +48,7 @@ from autopar.cli.options import (
     report,
     say,
     show,
+    telling,
     words,
 )
 from autopar.errors import AutoparError
@@ -215,7 +216,8 @@ def verify(
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
         planned = saved or api.plan(fn, *args, **in_stages(stages, schedule, num_microbatches), **chosen)
-    verified = verification.verify(planned, fn, *args, target=against)
+    with telling("verify", f"compiling for {against}"):
+        verified = verification.verify(planned, fn, *args, target=against)
     report(as_json, _report(verified), lambda: str(verified))
     finish(verified.ok)
 

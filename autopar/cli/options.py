@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -106,6 +106,16 @@ def say(text: str) -> None:
 def show(data: Any) -> None:
     """One line of JSON on stdout."""
     print(json.dumps(data), flush=True)
+
+
+@contextlib.contextmanager
+def telling(command: str, activity: str) -> Iterator[None]:
+    """What a command does, on stderr, if that takes long and stderr is a terminal: as planning tells its progress."""
+    from autopar.progress import reporting
+
+    with reporting(command, None) as progress:
+        progress(activity)
+        yield
 
 
 def report(as_json: bool, data: Any, text: Callable[[], str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options import Json, PinTexts, StrategyTexts, pins_of, report, say, show, sizes
+from autopar.cli.options import Json, PinTexts, StrategyTexts, pins_of, report, say, show, sizes, telling
 from autopar.cli.step import Step, with_step
 from autopar.errors import ArgumentError
 
@@ -42,8 +42,9 @@ def diff(
     """Show two saved plans side by side: figures, layouts of arguments, and collectives that differ."""
     from autopar.plans.plan import Plan
 
-    compared = Plan.load(before).diff(Plan.load(after))
-    report(as_json, compared.data(), lambda: str(compared))
+    with telling("diff", f"reading {before} and {after}"):
+        compared = Plan.load(before).diff(Plan.load(after))
+        report(as_json, compared.data(), lambda: str(compared))
 
 
 @app.command()
@@ -77,7 +78,8 @@ def trace(
 ) -> None:
     """Write the predicted step of TARGET as a timeline for https://ui.perfetto.dev."""
     plan = step.plan()
-    plan.trace(output)
+    with telling("trace", f"writing {output}"):
+        plan.trace(output)
     _written(plan, output, as_json)
 
 
@@ -95,7 +97,8 @@ def profile(
 
     if devices is not None:
         cpu_devices(devices)
-    measured = step.profile(steps)
+    with telling("profile", f"planning, compiling, measuring steps: {steps}"):
+        measured = step.profile(steps)
     if output is not None:
         measured.trace(output)
         say(f"written to {output}")
@@ -114,7 +117,7 @@ def report_page(
 ) -> None:
     """Write the plan of TARGET as one page for a browser, which needs no network."""
     plan = step.plan()
-    with step.remembered():
+    with step.remembered(), telling("report", f"writing {output}"):
         plan.report(output, baselines=baselines)
     _written(plan, output, as_json)
 

@@ -21,7 +21,7 @@ import jax
 
 from autopar import argnums, jax_compat
 from autopar.compile.agreement import planned_by_first
-from autopar.compile.call import Call, in_bytes, ordinary_pins, warn
+from autopar.compile.call import Call, in_bytes, ordinary_pins, warn, with_batch
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
@@ -64,7 +64,7 @@ def plan_step(
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
         _check_attention(name_of(fn), traced.graph, s, local)
-        call = Call(fn, traced, args, local, time.perf_counter() - begin, report)
+        call = Call(fn, traced, args, local, time.perf_counter() - begin, report, jax_compat.trace_context())
         step = _with_origin(call, s)
         if local:
             _warn_of_idle_devices(name_of(fn), step.plan.mesh)
@@ -115,9 +115,11 @@ def _with_origin(call: Call, s: Settings) -> PlannedStep:
     leafless = [arg if i in s.static_argnums else jax.tree.map(lambda _: 0, arg) for i, arg in enumerate(call.args)]
     structure = replace(call, args=leafless, local=False)  # the arrays of the call are not kept
 
-    def replan(changed: Settings) -> Plan:
+    def replan(changed: Settings, batches: int = 1) -> Plan:
         with collector_paused(), reporting(name_of(structure.fn), changed.progress) as report:
             again = replace(structure, report=report)
+            if batches > 1:
+                again = with_batch(again, changed, batches)
             return _with_origin(again, changed).plan
 
     with jax_compat.automatic_axes():

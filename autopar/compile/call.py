@@ -1,21 +1,24 @@
-"""A call that is to be planned, and what its settings mean for every kind of plan."""
+"""A call that is to be planned, the same with a larger batch, and what settings mean for every kind of plan."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from autopar import argnums, jax_compat
-from autopar.errors import ArgumentError, AutoparWarning, PinError
+from autopar.errors import ArgumentError, AutoparWarning, PinError, TraceError
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
+from autopar.ir import arguments
 from autopar.ir.graph import Graph
-from autopar.ir.trace import Traced
+from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
-from autopar.options import Settings
+from autopar.options import Settings, name_of
 from autopar.passes import strategies
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.progress import Progress
@@ -46,6 +49,7 @@ class Call:
         local: the plan is to run on the devices of this process.
         trace_s: seconds that tracing took.
         report: prints progress.
+        context: JAX's settings at the trace.
     """
 
     fn: Callable[..., Any]
@@ -54,6 +58,40 @@ class Call:
     local: bool
     trace_s: float
     report: Progress
+    context: Hashable = None
+
+
+def with_batch(call: Call, s: Settings, times: int) -> Call:
+    """The call with a batch `times` as large, traced anew.
+
+    The function runs again on abstract arguments. It must not raise for them, and its results that are no examples
+    must keep their shapes, so that a larger batch is all that is different.
+
+    Raises:
+        ArgumentError: the batch is not told from other arguments, shardings are in the types of the arguments, or JAX's
+            settings are no longer those of the first trace.
+        TraceError: the function does not take this batch.
+    """
+    before, leaves = call.traced, argnums.batch_positions(call.traced.graph, call.args, s)
+    extents = {before.in_avals[i].shape[0] for i in leaves}
+    if len(extents) != 1 or before.mesh is not None or call.context != jax_compat.trace_context():
+        raise ArgumentError(f"{name_of(call.fn)} is not planned with another batch")
+    avals = [_longer(aval, times) if i in leaves else aval for i, aval in enumerate(before.in_avals)]
+    positional, keywords = jax.tree.unflatten(before.in_tree, avals)
+    given = arguments.merge_static(call.args, s.static_argnums, positional)
+    try:
+        with arguments.node_context((positional, keywords)):
+            traced = trace(call.fn, *given, static_argnums=s.static_argnums, **keywords)
+    except Exception as error:  # whatever the function raises for shapes that it was not written for
+        raise TraceError(f"{name_of(call.fn)} does not take a batch {times} times as large: {error}") from error
+    states = match_state(before.graph)
+    if traced.out_tree != before.out_tree or match_state(traced.graph) != states:
+        raise TraceError(f"the state of {name_of(call.fn)} depends on the size of the batch")
+    return replace(call, traced=traced)
+
+
+def _longer(aval: jax.ShapeDtypeStruct, times: int) -> jax.ShapeDtypeStruct:
+    return aval.update(shape=(times * aval.shape[0], *aval.shape[1:]))
 
 
 def default_time_limit(graph: Graph) -> float:

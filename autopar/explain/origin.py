@@ -6,7 +6,7 @@ other options    the step is planned again from its trace                       
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,16 +15,18 @@ from jax.sharding import PartitionSpec
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.explain.baselines import baselines
-from autopar.explain.hints import hints
+from autopar.explain.hints import Replan, hints
 from autopar.explain.problems import Subject, of_stage, whole_step
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.options import Settings, settings
 from autopar.passes.mesh_search.planner import collector_paused
+from autopar.passes.microbatch.analysis import infer_batch
 from autopar.passes.op_groups.constraints import Pins, last_pins
 from autopar.passes.op_groups.pin_keys import Pinnable
 from autopar.plans.origin import Alternative, Hint, Prices
 from autopar.plans.plan import Plan
+from autopar.progress import reporting
 from autopar.runtime.planned_step import PlannedStep
 
 #: Options that `replanned` does not take: they say what the arguments are, or give a plan instead of making one.
@@ -38,14 +40,14 @@ class StepOrigin:
     Attributes:
         step: the planned step.
         settings: the options that it was planned with.
-        replan: plans the same step with other options.
+        replan: plans the same step with other options, or with a larger batch.
         pins: those of the options, with strategies expanded.
         batch: positions of the argument leaves that hold the batch, if the user names them.
     """
 
     step: PlannedStep
     settings: Settings
-    replan: Callable[[Settings], Plan]
+    replan: Replan
     pins: Pins | None = None
     batch: tuple[int, ...] | None = None
     _subjects: dict[int, Subject] = field(default_factory=dict)
@@ -79,16 +81,22 @@ class StepOrigin:
 
     def _priced(self, number: int, values: Sequence[int], exact: bool, layouts: Sequence[Layout] | None) -> Prices:
         """Prices in the problem of a stage; -1: of the step on one mesh."""
-        with collector_paused(), jax_compat.automatic_axes():
+        progress = reporting("explain", self.settings.progress)
+        with collector_paused(), jax_compat.automatic_axes(), progress as report:
+            report("the problem of the step")
             subject = self._subject(number)
             possible = subject.alternatives.layouts(values)
             wanted = [layout for layout in possible if layouts is None or layout in layouts]
+            report(f"bounds of {len(wanted)} layouts")
             alternatives = [
                 Alternative(layout, subject.local_bytes(values[0], layout), subject.alternatives.bound(values, layout))
                 for layout in wanted
             ]
             if exact:
-                solved = [subject.exact_s(values, layout) for layout in wanted]
+                solved: list[tuple[float, bool]] = []
+                for layout in wanted:
+                    report(f"solving again, layout {len(solved) + 1} of {len(wanted)}")
+                    solved.append(subject.exact_s(values, layout))
                 pairs = zip(alternatives, solved, strict=True)
                 alternatives = [replace(a, exact_s=seconds, proven=proven) for a, (seconds, proven) in pairs]
         ranked = sorted(alternatives, key=lambda a: (a.seconds, a.at_least_s))
@@ -148,7 +156,15 @@ class StepOrigin:
 
     def hints(self) -> tuple[Hint, ...]:
         """See `autopar.plans.origin.Origin`."""
-        return hints(self.step.plan, self._options, self.replan)
+        return hints(self.step.plan, self._options, self.replan, self._examples)
+
+    @property
+    def _examples(self) -> int:
+        """The leading extent of the batch; 0 if nothing is told to be the batch."""
+        graph = self.step.traced.graph
+        leaves = infer_batch(graph) if self.batch is None else self.batch
+        shapes = (graph.types[graph.inputs[i]].shape for i in leaves)
+        return max((shape[0] for shape in shapes if shape), default=0)
 
     @property
     def _options(self) -> Settings:

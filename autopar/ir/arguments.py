@@ -139,6 +139,16 @@ def as_arrays(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[i
         yield _as_arrays(args, _without_nodes(dynamic, _TAG), static)
 
 
+@contextlib.contextmanager
+def node_context(tree: Any) -> Iterator[None]:
+    """A context in which a step is traced again on pytrees of arrays, without the objects that they came from."""
+    if not _has(tree, Node):
+        yield
+        return
+    with sys.modules["flax.nnx"].update_context(_TAG):
+        yield
+
+
 def _as_arrays(args: Sequence[Any], dynamic: Any, static: Sequence[int]) -> ArrayArguments:
     leaves, tree = flatten(dynamic)
     if not all(map(_is_surely_array, leaves)):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -250,16 +251,31 @@ class Graph:
     @cached_property
     def uses(self) -> Mapping[int, tuple[Use, ...]]:
         """Value -> where it is read: body by body, in each in program order."""
-        uses: dict[int, list[Use]] = {}
+        return {value: self.uses_of(value) for value in self._readers}
+
+    def uses_of(self, value: int) -> tuple[Use, ...]:
+        """Where one value is read, in the order of `uses`."""
+        uses: list[Use] = []
+        for reader in self._readers.get(value, ()):
+            if isinstance(reader, Op):
+                uses += [Use(reader, k, f"{reader.tag}.in{k}") for k, atom in enumerate(reader.inputs) if atom == value]
+            else:
+                uses += [Use(None, k, f"{reader.prefix}out{k}") for k, a in enumerate(reader.outputs) if a == value]
+        return tuple(uses)
+
+    @cached_property
+    def _readers(self) -> Mapping[int, Sequence[Op | Body]]:
+        """Value -> the operations that read it, and the bodies that return it, each once."""
+        readers: defaultdict[int, list[Op | Body]] = defaultdict(list)
         for body in self.bodies:
             for op in body.ops:
-                for k, atom in enumerate(op.inputs):
+                for atom in dict.fromkeys(op.inputs):
                     if isinstance(atom, int):
-                        uses.setdefault(atom, []).append(Use(op, k, f"{op.tag}.in{k}"))
-            for j, atom in enumerate(body.outputs):
+                        readers[atom].append(op)
+            for atom in dict.fromkeys(body.outputs):
                 if isinstance(atom, int):
-                    uses.setdefault(atom, []).append(Use(None, j, f"{body.prefix}out{j}"))
-        return {value: tuple(uses) for value, uses in uses.items()}
+                    readers[atom].append(body)
+        return readers
 
     @cached_property
     def names(self) -> Mapping[int, str]:

@@ -13,7 +13,7 @@ reduction and dead-end elimination work once per distinct layer and not once per
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -195,6 +195,32 @@ def renumber(classes: Ints, present: Ints, size: int) -> Ints:
     position = np.zeros(size, dtype=np.int64)
     position[present] = np.arange(len(present))
     return position[classes]
+
+
+def by_strategy(problem: Problem) -> Problem:
+    """The problem in which class i of an edge is that of strategy i, where each strategy has a class of its own.
+
+    Costs of plans and the order of edges stay; a dual ascent need not look classes up (`autopar.passes.solver`).
+    """
+    renumbered: dict[tuple[int, int, int], Edge] = {}  # equal edges share their arrays: by identity
+    edges: list[Edge] = []
+    for e in problem.edges:
+        key = id(e.table), id(e.gu), id(e.gv)
+        if key not in renumbered:
+            renumbered[key] = _by_strategy(e)
+        first = renumbered[key]
+        edges.append(replace(e, gu=first.gu, gv=first.gv, table=first.table))
+    return Problem(problem.nodes, tuple(edges))
+
+
+def _by_strategy(edge: Edge) -> Edge:
+    rows, columns = (
+        classes if len(used(classes, size)) == len(classes) == size else np.arange(size)
+        for classes, size in zip((edge.gu, edge.gv), edge.table.shape, strict=True)
+    )
+    gu = edge.gu if rows is not edge.gu else np.arange(len(rows))
+    gv = edge.gv if columns is not edge.gv else np.arange(len(columns))
+    return replace(edge, gu=gu, gv=gv, table=edge.table[rows[:, None], columns])
 
 
 def cheapest(cost: Floats, classes: Sequence[Ints]) -> Ints:

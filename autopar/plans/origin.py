@@ -64,19 +64,29 @@ class Hint:
     Attributes:
         change: the options, such as "memory_budget=160000000000".
         step_time_s: predicted seconds per step with it.
-        saved_s: predicted seconds per step that it saves.
+        saved_s: predicted seconds that it saves, per step of as many examples as planned.
         peak_memory_bytes: predicted peak memory with it, bytes per device.
+        examples: number of examples of a step with it, if that changes; otherwise 0.
+        batches: how many times as many examples these are.
     """
 
     change: str
     step_time_s: float
     saved_s: float
     peak_memory_bytes: int
+    examples: int = 0
+    batches: int = 1
+
+    @property
+    def share(self) -> float:
+        """The part of the planned time of an example that it saves, 0 to 1."""
+        return self.saved_s / (self.step_time_s / self.batches + self.saved_s)
 
     def __str__(self) -> str:
-        before = self.step_time_s + self.saved_s
+        n, t = self.examples, self.step_time_s
+        per_example = f" of {n:,} examples, {seconds(t / n)} per example" if n else ""
         return (
-            f"{self.change}: {seconds(self.step_time_s)} per step, {self.saved_s / before:.1%} less, "
+            f"{self.change}: {seconds(t)} per step{per_example}, {self.share:.1%} less, "
             f"with {size(self.peak_memory_bytes)} of memory per device"
         )
 

@@ -207,11 +207,11 @@ class Plan(PlanRecord, ShownAsText):
     def hints(self) -> tuple[Hint, ...]:
         """What would make the step faster, each with its price: the step is planned again under one other option.
 
-        More memory, another mesh, another number of microbatches, no pins; those that apply and save a hundredth of the
-        step or more.
+        More memory, another mesh, number of microbatches or schedule, no pins; and twice the batch, for which the
+        function is traced again, by the time of an example. Those that apply, fit, and save a hundredth or more.
 
         Returns:
-            Three changes at most, the fastest first; each prints as a line.
+            Three changes at most, those that save most first; each prints as a line.
 
         Raises:
             ArgumentError: the plan is from `Plan.load`, without its step.

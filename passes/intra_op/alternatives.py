@@ -25,7 +25,7 @@ import numpy as np
 
 from autopar.cost_models.sharding.groups import Model, projection
 from autopar.ir.layout import PARTIAL, Layout
-from autopar.ir.problem import Floats, Ints, Problem
+from autopar.ir.problem import Floats, Ints, Problem, by_strategy
 from autopar.passes.solver import elimination, symmetry
 from autopar.passes.solver.dead_end import Reduced, eliminate
 from autopar.passes.solver.dual_ascent import ASCENT, Gap, ascend, ends_of, initial, reparametrise, sweep
@@ -132,18 +132,20 @@ class Alternatives:
     def _passes(self) -> tuple[float, tuple[tuple[Floats, ...], ...]]:
         """A lower bound (s) on all plans; and [pass][c][a], one on those in which all of class c has strategy a."""
         problem, place = self._converged
-        ends, state, lower = ends_of(problem), initial(problem, None), -np.inf
+        ends, state, lower = ends_of(problem), initial(problem, None, bounded=False), -np.inf
         passes: list[tuple[Floats, ...]] = []
         for number in range(1 + PASSES):
-            state.bounds = [np.full(len(node.cost), -np.inf) for node in problem.nodes]
-            lower = max(lower, sweep(problem, ends, state)[0])
             if number:  # the first pass has no messages of one before it
+                state.bounds = [np.full(len(node.cost), -np.inf) for node in problem.nodes]
+            lower = max(lower, sweep(problem, ends, state, decode=False)[0])
+            if state.bounds is not None:
                 passes.append(tuple(state.bounds[v] for v in place))
         return lower, tuple(passes)
 
     @cached_property
     def _converged(self) -> tuple[Problem, Ints]:
         """The folded problem after a dual ascent, in an order of its own, and the place of each node in it."""
-        problem, _, place = elimination.ordered(self._feasible.problem)
-        ascent = ascend(problem, upper=self.objective, enough=ENOUGH, effort=WHOLE)
+        ordered, _, place = elimination.ordered(self._feasible.problem)
+        problem = by_strategy(ordered)
+        ascent = ascend(problem, upper=self.objective, enough=ENOUGH, effort=WHOLE, bounded=False)
         return reparametrise(problem, ascent.messages), place

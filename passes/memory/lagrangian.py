@@ -155,10 +155,11 @@ class Messages:
             e = self.constrained.problem.edges[i]
             table = e.table + np.tensordot(multipliers, usage, 1)
             (u, at_u), (v, at_v) = self._slots[i]
-            self._ends[u][at_u] = replace(self._ends[u][at_u], table=table)
-            self._ends[v][at_v] = replace(self._ends[v][at_v], table=np.ascontiguousarray(table.T))
+            flipped = np.ascontiguousarray(table.T)
+            self._ends[u][at_u] = replace(self._ends[u][at_u], table=table, flipped=flipped)
+            self._ends[v][at_v] = replace(self._ends[v][at_v], table=flipped, flipped=table)
         self._state.settled = False
-        for bound in self._state.bounds:
+        for bound in self._state.bounds or ():
             bound.fill(-np.inf)
 
     def run(self, passes: int) -> tuple[float, list[Ints]]:
@@ -166,13 +167,13 @@ class Messages:
         sweeps = [sweep(self._penalised, self._ends, self._state) for _ in range(passes)]
         return max(bound for bound, _ in sweeps), [plan for _, plan in sweeps]
 
-    def copy(self) -> list[list[Floats]]:
+    def copy(self) -> list[Floats]:
         """The messages, for `rewind`. Their arrays are shared: passes replace arrays and never write to them."""
-        return [list(pair) for pair in self._state.into]
+        return list(self._state.into)
 
-    def rewind(self, messages: list[list[Floats]], multipliers: Floats) -> None:
+    def rewind(self, messages: list[Floats], multipliers: Floats) -> None:
         """Set these messages and multipliers."""
-        self._state.into = [list(pair) for pair in messages]
+        self._state.into = list(messages)
         self._stale = True
         self.set(multipliers)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import ConstrainedProblem
-from autopar.passes.solver.dual_ascent import ROUNDING, End, end_of, ends_of
+from autopar.passes.solver.dual_ascent import ROUNDING, End, ends_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class LocalSearch:
         self._usage: list[list[tuple[End, Floats]]] = [[] for _ in constrained.problem.nodes]
         for i, usage in constrained.edges.items():
             e = constrained.problem.edges[i]
-            self._usage[e.u].append((end_of(i, e.v, e.gu, e.gv, e.table), usage))
-            self._usage[e.v].append((end_of(i, e.u, e.gv, e.gu, e.table.T), usage.transpose(0, 2, 1)))
+            for v, of_rows in ((e.u, usage), (e.v, usage.transpose(0, 2, 1))):
+                self._usage[v].append((next(x for x in self._ends[v] if x.edge == i), of_rows))
 
     def descend(
         self,

@@ -94,7 +94,7 @@ class Ascent:
         lower: lower bound on all plans (s).
         value: cost of the best plan (s), inf if no feasible plan was found.
         assignment: the best plan, shape (nodes,), or None.
-        strategy_bounds: [v][a] is a lower bound (s) on every plan that takes strategy a at node v.
+        strategy_bounds: [v][a] is a lower bound (s) on every plan that takes strategy a at node v; empty if not kept.
         messages: [e] has the messages (s per class) into the lower and into the higher node of edge e, after a pass
             towards the first node.
         rest: rest_v of that pass (s), shape (nodes,).
@@ -119,40 +119,47 @@ class End:
     Attributes:
         edge: index of the edge.
         other: the node at the other end.
+        mine, theirs: the numbers of this end and of the other one: 2 e and 2 e + 1 of edge e, lower node first.
         classes: class of each strategy of this node.
         other_classes: class of each strategy of the other node.
+        other_list: the same as numbers of Python, which are read one by one.
         order: strategies of this node sorted by class; None if strategy i has class i.
         starts: position in `order` of the first strategy of each class.
         table: seconds, rows for the classes of this node, columns for those of the other node.
+        flipped: the same with rows for the classes of the other node.
     """
 
     edge: int
     other: int
+    mine: int
+    theirs: int
     classes: Ints
     other_classes: Ints
+    other_list: Sequence[int]
     order: Ints | None
     starts: Ints
     table: Floats
+    flipped: Floats
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """The state of an ascent. The two ends of an edge are in the order of their nodes, lower index first.
+    """The state of an ascent.
 
     Attributes:
-        into: [e][end] is the message m into that end of edge e (s per class).
-        shares: [e][end] is the share p that this end last sent (s per class).
+        into: [end] is the message m into an end of an edge (s per class), numbered as `End.mine`.
+        shares: [end] is the share p that this end last sent (s per class).
         rest: rest_v of the last visit of each node (s), shape (nodes,).
-        bounds: [v][a] is the best lower bound so far (s) on plans with strategy a at node v.
+        bounds: [v][a] is the best lower bound so far (s) on plans with strategy a at node v; None: they are not kept.
         counts: class size of each node, shape (nodes,), over the members that a strategy bound is about.
         passes: number of passes so far; even before a forward pass.
         settled: whether the last pass ran on the present costs. Strategy bounds need its rests and shares.
     """
 
-    into: list[list[Floats]]
-    shares: list[list[Floats]]
+    into: list[Floats]
+    shares: list[Floats]
     rest: Floats
-    bounds: list[Floats]
+    bounds: list[Floats] | None
     counts: Ints | Floats
     passes: int = 0
     settled: bool = False
@@ -167,6 +174,7 @@ def ascend(
     enough: Gap = Gap(),
     limit: float = np.inf,
     effort: AscentEffort = ASCENT,
+    bounded: bool = True,
 ) -> Ascent:
     """Run passes in both directions until the gap closes or stalls.
 
@@ -183,9 +191,10 @@ def ascend(
         enough: gap at which to stop.
         limit: bound (s) at which to stop.
         effort: when to stop without a closed gap.
+        bounded: keep strategy bounds, which take a third of the time of a pass; without them none is ruled out.
     """
     ends = ends_of(problem)
-    state = initial(problem, counts)
+    state = initial(problem, counts, bounded=bounded)
     lower, value, best = -np.inf, np.inf, None
     gaps: list[float] = []
     lowers: list[float] = []
@@ -205,9 +214,9 @@ def ascend(
         gaps.append(min(value, upper) - lower)
         lowers.append(lower)
     if state.passes % 2:  # the messages of `Ascent` are those after a backward pass
-        lower = max(lower, sweep(problem, ends, state)[0])
-    messages = tuple((low, high) for low, high in state.into)
-    return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.rest, state.passes, ends)
+        lower = max(lower, sweep(problem, ends, state, decode=False)[0])
+    messages = tuple(zip(state.into[::2], state.into[1::2], strict=True))
+    return Ascent(min(lower, value), value, best, tuple(state.bounds or ()), messages, state.rest, state.passes, ends)
 
 
 def _finished(
@@ -221,7 +230,7 @@ def _finished(
         return False
     if np.isfinite(value) and enough.closed(gaps[-1], value):
         return True
-    if np.isfinite(value) and len(gaps) % effort.review == 0:
+    if state.bounds is not None and np.isfinite(value) and len(gaps) % effort.review == 0:
         bounds = np.concatenate(state.bounds)
         ruled_out = np.count_nonzero(bounds > value + ROUNDING * abs(value))
         if len(bounds) > effort.small and ruled_out > effort.shrink * len(bounds):
@@ -250,22 +259,20 @@ def ends_of(problem: Problem) -> list[list[End]]:
     """Per node, its edges as seen from it."""
     ends: list[list[End]] = [[] for _ in problem.nodes]
     by_class: dict[int, tuple[Ints | None, Ints]] = {}  # equal edges share their arrays: by identity
+    lists: dict[int, Sequence[int]] = {}
     tables: dict[int, tuple[Floats, Floats]] = {}
     for i, e in enumerate(problem.edges):
         for classes in (e.gu, e.gv):
             if id(classes) not in by_class:
                 by_class[id(classes)] = _by_class(classes)
+                lists[id(classes)] = classes.tolist()
         if id(e.table) not in tables:
             tables[id(e.table)] = np.ascontiguousarray(e.table), np.ascontiguousarray(e.table.T)
         table, flipped = tables[id(e.table)]
-        ends[e.u].append(End(i, e.v, e.gu, e.gv, *by_class[id(e.gu)], table))
-        ends[e.v].append(End(i, e.u, e.gv, e.gu, *by_class[id(e.gv)], flipped))
+        u, v = (2 * i, 2 * i + 1) if e.u < e.v else (2 * i + 1, 2 * i)
+        ends[e.u].append(End(i, e.v, u, v, e.gu, e.gv, lists[id(e.gv)], *by_class[id(e.gu)], table, flipped))
+        ends[e.v].append(End(i, e.u, v, u, e.gv, e.gu, lists[id(e.gu)], *by_class[id(e.gv)], flipped, table))
     return ends
-
-
-def end_of(edge: int, other: int, classes: Ints, other_classes: Ints, table: Floats) -> End:
-    """An edge as seen from the node with the classes `classes`, which are the rows of `table`."""
-    return End(edge, other, classes, other_classes, *_by_class(classes), table)
 
 
 def _by_class(classes: Ints) -> tuple[Ints | None, Ints]:
@@ -275,28 +282,31 @@ def _by_class(classes: Ints) -> tuple[Ints | None, Ints]:
     return None if plain else order, starts
 
 
-def initial(problem: Problem, counts: Ints | Floats | None) -> State:
-    """The state before the first pass, with zero messages; `counts` as in `ascend`."""
+def initial(problem: Problem, counts: Ints | Floats | None, *, bounded: bool = True) -> State:
+    """The state before the first pass, with zero messages; `counts` and `bounded` as in `ascend`."""
     shapes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
-    into = [[np.zeros(low), np.zeros(high)] for low, high in shapes]
-    bounds = [np.full(len(n.cost), -np.inf) for n in problem.nodes]
-    shares = [[np.zeros(0), np.zeros(0)] for _ in problem.edges]
+    into = [np.zeros(classes) for shape in shapes for classes in shape]
+    bounds = [np.full(len(n.cost), -np.inf) for n in problem.nodes] if bounded else None
+    shares = [np.zeros(0) for _ in into]
     sizes = np.ones(len(problem.nodes), dtype=np.int64) if counts is None else counts
     return State(into, shares, np.zeros(len(problem.nodes)), bounds, sizes)
 
 
-def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float, Ints]:
+def sweep(problem: Problem, ends: list[list[End]], state: State, *, decode: bool = True) -> tuple[float, Ints]:
     """Run one pass, forward if `state.passes` is even, and update the state.
 
     Args:
+        problem: the problem.
         ends: from `ends_of(problem)`.
+        state: from `initial`; strategy bounds are raised if it has them.
+        decode: decode a plan.
 
     Returns:
-        The lower bound (s), and the decoded plan, shape (nodes,).
+        The lower bound (s), and the decoded plan, shape (nodes,); -1 for every node if none is decoded.
     """
     forward = state.passes % 2 == 0
     nodes = range(len(problem.nodes)) if forward else range(len(problem.nodes) - 1, -1, -1)
-    plan = np.full(len(problem.nodes), -1, dtype=np.int64)
+    plan = [-1] * len(problem.nodes)
     # sums (s) over all nodes but v, and over the pending edges
     rest, pending = float(state.rest.sum()), 0.0
     jump: dict[int, float] = {}  # pending edge -> least cost (s)
@@ -305,62 +315,73 @@ def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float,
         after: list[End] = []
         theta = problem.nodes[v].cost.copy()
         for x in ends[v]:
-            theta += state.into[x.edge][v > x.other][x.classes]
+            into = state.into[x.mine]
+            theta += into if x.order is None else into[x.classes]
             (before if (x.other < v) == forward else after).append(x)
-        plan[v] = _decode(theta, v, before, plan, state)
-        rest -= state.rest[v]
-        pending -= sum(jump.pop(x.edge) for x in before)
-        least = float(theta[theta.argmin()])  # faster than min() on such short arrays
-        if state.settled:
-            bound = (theta - least) / state.counts[v] + (rest + pending + least)
-            np.maximum(state.bounds[v], bound, out=state.bounds[v])
+        if decode:
+            plan[v] = _decode(theta, before, plan, state)
+        least = theta.item(theta.argmin())  # faster than min() on such short arrays
         gamma = 1.0 / max(len(before), len(after), 1)
-        state.rest[v] = (1.0 - len(after) * gamma) * least
-        rest += state.rest[v]
+        mine = (1.0 - len(after) * gamma) * least
         share = theta * gamma
         for x in after:
-            jump[x.edge] = _send(x, v, share, state)
-            pending += jump[x.edge]
+            _send(x, share, state)
+        if state.bounds is not None:
+            rest -= float(state.rest[v])
+            pending -= sum(jump.pop(x.edge) for x in before)
+            if state.settled:
+                bound = (theta - least) / state.counts[v] + (rest + pending + least)
+                np.maximum(state.bounds[v], bound, out=state.bounds[v])
+            rest += mine
+            for x in after:
+                jump[x.edge] = _least(x, state)
+                pending += jump[x.edge]
+        state.rest[v] = mine
     state.passes += 1
     state.settled = True
-    return float(state.rest.sum()), plan
+    return float(state.rest.sum()), np.array(plan, dtype=np.int64)
 
 
-def _decode(theta: Floats, v: int, before: list[End], plan: Ints, state: State) -> int:
-    """The first best strategy of v, given the nodes visited before it: their table entries replace their messages."""
+def _decode(theta: Floats, before: list[End], plan: Sequence[int], state: State) -> int:
+    """The first best strategy, given the nodes visited before: their table entries replace their messages."""
     score = theta
     for x in before:
-        decided = x.table[:, x.other_classes[plan[x.other]]] - state.into[x.edge][v > x.other]
-        score = score + decided[x.classes]
+        decided = x.flipped[x.other_list[plan[x.other]]] - state.into[x.mine]
+        score = score + (decided if x.order is None else decided[x.classes])
     return int(score.argmin())
 
 
-def _send(x: End, v: int, share: Floats, state: State) -> float:
-    """Send the share of v over edge x. Returns the least cost (s) of the edge while it is pending."""
-    side = int(v > x.other)
+def _send(x: End, share: Floats, state: State) -> None:
+    """Send a node's share over edge x."""
     least = share if x.order is None else np.minimum.reduceat(share[x.order], x.starts)
-    mine = least - state.into[x.edge][side]
-    message = np.minimum.reduce(x.table + mine[:, None])
-    theirs = state.shares[x.edge][1 - side]
-    state.shares[x.edge][side] = mine
-    state.into[x.edge][1 - side] = message
+    state.shares[x.mine] = mine = least - state.into[x.mine]
+    state.into[x.theirs] = np.minimum.reduce(x.table + mine[:, None])
+
+
+def _least(x: End, state: State) -> float:
+    """The least cost (s) of edge x while it is pending, after `_send`."""
     if not state.settled:  # the share of the other end is not that of the present costs
         return 0.0
-    worth = message + theirs
-    return float(worth[worth.argmin()])
+    worth = state.into[x.theirs] + state.shares[x.theirs]
+    return worth.item(worth.argmin())
 
 
 def descend(problem: Problem, ends: list[list[End]], plan: Ints) -> Ints:
     """The plan after changing one node at a time to its best strategy given the others, until no change improves it."""
-    plan = plan.copy()
-    improved = True
-    while improved:
-        improved = False
+    chosen: list[int] = plan.tolist()
+    stale = [True] * len(chosen)  # a neighbour has changed since the node was looked at
+    while any(stale):
         for v, node in enumerate(problem.nodes):
+            if not stale[v]:
+                continue
+            stale[v] = False
             score = node.cost.copy()
             for x in ends[v]:
-                score += x.table[:, x.other_classes[plan[x.other]]][x.classes]
+                of_class = x.flipped[x.other_list[chosen[x.other]]]
+                score += of_class if x.order is None else of_class[x.classes]
             best = int(score.argmin())
-            if score[best] + ROUNDING * abs(score[best]) < score[plan[v]]:
-                plan[v], improved = best, True
-    return plan
+            if score[best] + ROUNDING * abs(score[best]) < score[chosen[v]]:
+                chosen[v] = best
+                for x in ends[v]:
+                    stale[x.other] = True
+    return np.array(chosen, dtype=np.int64)

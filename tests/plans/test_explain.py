@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +18,7 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError
 from autopar.ir.layout import spec
-from autopar.ir.text import WIDTH
+from autopar.ir.text import WIDTH, seconds
 from autopar.plans.views.groups import label
 
 MESH = (2, 4)
@@ -271,13 +274,72 @@ def test_a_pipeline_is_told_of_the_schedule_with_the_smallest_bubble() -> None:
     assert not any(hint.change.startswith("schedule") for hint in other.hints())
 
 
-def test_a_plan_that_nothing_makes_faster_has_no_hints() -> None:
+def test_twice_the_batch_is_planned_from_a_trace_of_its_own() -> None:
+    cluster = dear((2,))
+    small, large = (zoo.build("mlp-toy", batch=batch) for batch in (32, 64))
+    plan = autopar.plan(small.step, *small.abstract_args(), mesh=(2,), cluster=cluster)
+    other = autopar.plan(large.step, *large.abstract_args(), mesh=(2,), cluster=cluster)
+    (hint,) = plan.hints()
+    assert (hint.change, hint.examples, hint.batches) == ("twice the batch", 64, 2)
+    assert hint.step_time_s == pytest.approx(other.step_time_s)
+    assert hint.peak_memory_bytes == other.peak_memory_bytes
+    assert hint.saved_s == pytest.approx(plan.step_time_s - other.step_time_s / 2)
+    assert f"of 64 examples, {seconds(other.step_time_s / 64)} per example, {hint.share:.1%} less" in str(hint)
+    assert hint.share == pytest.approx(1 - other.step_time_s / 2 / plan.step_time_s)
+
+
+def test_twice_the_batch_is_compared_with_other_changes_by_the_time_of_an_example() -> None:
     model = zoo.build("mlp-toy")
-    assert autopar.plan(model.step, *model.abstract_args(), mesh=(2,)).hints() == ()
-    pinned = autopar.plan(model.step, *model.abstract_args(), mesh=(8,), cluster=dear((8,)), pins={"batch": P()})
-    assert [hint.change for hint in pinned.hints()] == ["no pins"]
+    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(8,), cluster=dear((8,)), pins={"batch": P()})
+    hints = plan.hints()
+    assert {hint.change for hint in hints} == {"no pins", "twice the batch"}
+    saved = [hint.saved_s for hint in hints]
+    assert saved == sorted(saved, reverse=True)
+
+
+def of_any(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - x.T @ (x @ w)
+
+
+def of_32(w: jax.Array, x: jax.Array) -> jax.Array:
+    if x.shape[0] != 32:
+        raise RuntimeError("a batch has 32 examples")
+    return of_any(w, x)
+
+
+def whose_state_grows(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.concatenate([of_any(w, x)] * (x.shape[0] // 32))
+
+
+@pytest.mark.parametrize(("step", "fits"), [(of_any, True), (of_32, False), (whose_state_grows, False)])
+def test_no_hint_names_twice_the_batch_where_the_step_does_not_take_it(step, fits) -> None:
+    shapes = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((32, 64), "float32")
+    plan = autopar.plan(step, *shapes, mesh=(2,), cluster=dear((2,)))
+    assert [hint.change for hint in plan.hints()] == ["twice the batch"] * fits
+
+
+def test_a_module_of_flax_is_traced_again_with_twice_the_batch() -> None:
+    nnx = pytest.importorskip("flax.nnx", reason="Flax is not installed")
+
+    def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    before = np.array(model.kernel[...])
+    plan = autopar.plan(step, model, optimizer, jnp.ones((16, 32)), mesh=(2,), cluster=dear((2,)))
+    assert [hint.examples for hint in plan.hints()] == [32]
+    np.testing.assert_array_equal(before, model.kernel[...])
+
+
+def test_a_plan_that_nothing_makes_faster_has_no_hints() -> None:
+    shapes = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((32, 64), "float32")
+    plan = autopar.plan(of_32, *shapes, mesh=(2,), cluster=dear((2,)))
+    assert plan.hints() == ()
     with pytest.raises(ArgumentError, match="hints needs the step, which a file does not contain"):
-        replace(pinned, origin=None).hints()
+        replace(plan, origin=None).hints()
 
 
 def test_a_glob_over_leaves_of_several_depths_names_what_they_begin_with(plan):

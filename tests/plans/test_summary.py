@@ -23,6 +23,7 @@ from autopar.plans.views.summary import (
     argument_rows,
     collective_rows,
     sections,
+    stage_rows,
 )
 
 
@@ -45,6 +46,35 @@ def with_layouts(plan, layouts):
 
 def rows(plan, title, reasons=None):
     return {row[0]: row[1:] for row in argument_rows(plan, sections(plan)[title], reasons)}
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        (0, "73.2 GB of memory per device"),
+        (77e9, "73.2 of 77 GB of memory per device"),
+        (1.5e12, "73.2 GB of 1.5 TB of memory per device"),
+        (73e9, "73.2 of 73 GB of memory per device, 200 MB too much"),
+    ],
+)
+def test_the_header_says_memory_beside_its_limit(base, limit, text):
+    (stage,) = base.stages
+    stages = (replace(stage, peak_memory_bytes=int(73.2e9)),)
+    header = replace(base, stages=stages, memory_limit_bytes=int(limit)).summary().splitlines()
+    (line,) = [line for line in header if "of memory per device" in line]
+    assert line.endswith(f"of the peak FLOP/s, {text}")
+
+
+def test_stages_of_one_rank_share_the_limit_of_its_memory(base):
+    sizes = {"stage 0": (0, 40), "stage 1": (1, 70), "stage 2": (0, 50)}  # rank, GB
+    stages = [replace(base.stages[0], name=name, rank=rank, layers=(0, 1), peak_memory_bytes=gb * 10**9)
+              for name, (rank, gb) in sizes.items()]  # fmt: skip
+    plan = replace(base, stages=tuple(stages), schedule="1f1b", memory_limit_bytes=80 * 10**9)
+    assert {row[0]: row[-1] for row in stage_rows(plan)} == {
+        "stage 0": "40 GB, 10 GB too much",
+        "stage 1": "70 GB",
+        "stage 2": "50 GB, 10 GB too much",
+    }
 
 
 @pytest.mark.parametrize(

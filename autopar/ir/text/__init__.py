@@ -54,6 +54,19 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def size_within(nbytes: float, limit: float) -> str:
+    """Bytes beside the most that there may be: "73.2 of 77 GB", or "800 MB of 77 GB"; a limit of 0 is not known."""
+    if not limit:
+        return size(nbytes)
+    (number, unit), (most, of_most) = size(nbytes).split(), size(limit).split()
+    return f"{number} of {most} {unit}" if unit == of_most else f"{number} {unit} of {most} {of_most}"
+
+
+def excess(nbytes: float, limit: float) -> str:
+    """By how much bytes are over a limit, in words that go behind them; "" if they are not. 0: no limit is known."""
+    return f", {size(nbytes - limit)} too much" if 0 < limit < nbytes else ""
+
+
 def missing_unit(budget: float) -> Iterator[str]:
     """The suggestion to give a memory budget a unit, if it is so few bytes that 12 was written for 12 GiB."""
     if budget < LEAST_BUDGET:

@@ -86,7 +86,7 @@ class Reasons:
         collectives: list[Collective] = []
         todo = [value]
         for v in todo:
-            for use in self.graph.uses.get(v, ()):
+            for use in self.graph.uses_of(v):
                 collectives += self._at.get(use.site, ()) if use.op is not None else ()
                 if len(todo) < MAX_WALK:
                     todo += _passed_on(use)
@@ -114,7 +114,7 @@ class Reasons:
         """Sums of a backward operation, at it or where its result is first read."""
         if op.phase != "backward":
             return ()
-        sites = [op.tag, *(use.site for v in op.outputs for use in self.graph.uses.get(v, ()) if use.op is not None)]
+        sites = [op.tag, *(use.site for v in op.outputs for use in self.graph.uses_of(v) if use.op is not None)]
         collectives = [c for site in sites for c in self._at.get(site, ())]
         return tuple(c for c in collectives if c.kind in ("all-reduce", "reduce-scatter"))
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import local_shape, spec
-from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
+from autopar.ir.text import WIDTH, Rows, excess, seconds, size, size_within, spec_text, table
 from autopar.plans.record import PlanRecord, Stage
 from autopar.plans.views.groups import argument_groups, host, label, owner, sections
 from autopar.plans.views.parallelism import describe
@@ -60,11 +60,12 @@ def summary(plan: PlanRecord, graph: Graph | None = None) -> str:
 def _head(plan: PlanRecord) -> list[str]:
     """What the plan is for, its forms of parallelism, and the figures that matter most."""
     mesh = ", ".join(f"{n}={s}" for n, s in plan.mesh.items())
-    peak = size(plan.peak_memory_bytes)
+    peak, limit = plan.peak_memory_bytes, plan.memory_limit_bytes
+    memory = f"{size_within(peak, limit)} of memory per device{excess(peak, limit)}"
     lines = (
         f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}",
         describe(plan),
-        f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {peak} of memory per device",
+        f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {memory}",
         *slowest(plan),
     )
     wrap = functools.partial(textwrap.wrap, width=WIDTH, subsequent_indent="  ", break_on_hyphens=False)
@@ -75,8 +76,12 @@ def _head(plan: PlanRecord) -> list[str]:
 
 
 def stage_rows(plan: PlanRecord) -> Rows:
-    """(name, layers, devices, seconds of each pass, bytes per device) of every stage."""
+    """(name, layers, devices, seconds of each pass, bytes per device) of every stage.
+
+    Stages of one rank share its memory: where that is too little, each says by how much.
+    """
     ends = [sum(s.devices for s in _ranks(plan)[: rank + 1]) for rank in range(len(_ranks(plan)))]
+    needed = {stage.rank: sum(s.peak_memory_bytes for s in stages) for stages in plan.ranks for stage in stages}
     rows: Rows = []
     for stage in plan.stages:
         mesh = ", ".join(f"{name}={n}" for name, n in stage.submesh.items())
@@ -84,7 +89,8 @@ def stage_rows(plan: PlanRecord) -> Rows:
         passes = ", ".join(f"{kind} {seconds(t)}" for kind, t in stage.seconds.items())
         layers = _span(stage.layers[0], stage.layers[1] - 1)
         devices = f"{_span(last - stage.devices + 1, last)} ({mesh})"
-        rows.append((stage.name, layers, devices, passes, size(stage.peak_memory_bytes)))
+        memory = size(stage.peak_memory_bytes) + excess(needed[stage.rank], plan.memory_limit_bytes)
+        rows.append((stage.name, layers, devices, passes, memory))
     return rows
 
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import SolverError
-from autopar.ir.problem import Problem, absorb_loops
+from autopar.ir.problem import Problem, absorb_loops, by_strategy
 from autopar.passes.solver.dead_end import eliminate
 from autopar.passes.solver.dual_ascent import AscentEffort, ascend, reparametrise
 from autopar.passes.solver.symmetry import fold
@@ -41,6 +41,25 @@ def test_bounds_enclose_the_optimum(problem: Problem) -> None:
     assert ascent.value >= best - 1e-12
     if ascent.assignment is not None:
         assert problem.value(ascent.assignment) == ascent.value
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems)
+def test_classes_by_strategy_and_no_strategy_bounds_change_no_step_of_an_ascent(problem: Problem) -> None:
+    problem = feasible(problem)
+    renumbered = by_strategy(problem)
+    whole = AscentEffort(shrink=1.0)
+    plain, quick = ascend(problem, effort=whole), ascend(renumbered, effort=whole, bounded=False)
+    assert (quick.passes, quick.lower, quick.value) == (plain.passes, plain.lower, plain.value)
+    assert (quick.assignment is None) == (plain.assignment is None)
+    np.testing.assert_array_equal(quick.assignment, plain.assignment)
+    assert not quick.strategy_bounds
+    for e, quick_messages, messages in zip(problem.edges, quick.messages, plain.messages, strict=True):
+        ends = (e.gu, e.gv) if e.u < e.v else (e.gv, e.gu)
+        now = renumbered.edges[problem.edges.index(e)]
+        ends_now = (now.gu, now.gv) if e.u < e.v else (now.gv, now.gu)
+        for mine, mine_now, into, into_now in zip(ends, ends_now, messages, quick_messages, strict=True):
+            np.testing.assert_array_equal(into[mine], into_now[mine_now])
 
 
 @settings(max_examples=100, deadline=None)

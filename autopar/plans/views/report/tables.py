@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.collective import Collective
-from autopar.ir.text import seconds, size
+from autopar.ir.text import excess, seconds, size
 from autopar.ir.text.printer import short_dtype
 from autopar.plans.record import PlanRecord
 from autopar.plans.views import tensors as leaves
@@ -115,9 +115,8 @@ def comparison(plans: Mapping[str, PlanRecord | str]) -> Table | None:
 
 def _figures(name: str, plan: PlanRecord) -> tuple[Cell, ...]:
     peak, limit = plan.peak_memory_bytes, plan.memory_limit_bytes
-    excess = f", {size(peak - limit)} too much" if 0 < limit < peak else ""
     step, sent = plan.step_time_s, plan.wire_bytes()
-    numbers = (Cell(seconds(step), step), Cell(f"{size(peak)}{excess}", peak), _nbytes(sent))
+    numbers = (Cell(seconds(step), step), Cell(f"{size(peak)}{excess(peak, limit)}", peak), _nbytes(sent))
     return (Cell(name), *numbers, Cell(f"{plan.mfu:.1%}", plan.mfu), Cell(describe(plan)))
 
 
