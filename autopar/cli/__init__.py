@@ -6,7 +6,6 @@ progress and errors go to stderr. --debug, anywhere, shows tracebacks.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,38 +18,22 @@ from autopar.cli import bench, questions
 from autopar.cli.launch import launch
 from autopar.cli.options import (
     Batch,
-    ClusterName,
     Gap,
-    Hosts,
     Json,
     Layers,
-    MemoryBudget,
-    MeshSizes,
-    Microbatches,
-    NoCache,
     Offload,
     PerMicrobatch,
-    PinTexts,
-    PlanFile,
-    Remat,
-    ScheduleName,
     Seq,
-    Solver,
-    Stages,
-    StrategyTexts,
     Target,
     TimeLimit,
-    cache,
     finish,
-    in_stages,
-    options,
-    pins_of,
     report,
     say,
     show,
     telling,
     words,
 )
+from autopar.cli.step import Step, with_step
 from autopar.errors import AutoparError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -83,24 +66,11 @@ LOCAL_DEVICES = 8  # virtual CPU devices of `verify --target cpu` without a mesh
 
 
 @app.command()
+@with_step
 def plan(
-    target: Target,
-    cluster: ClusterName = None,
-    hosts: Hosts = None,
-    mesh: MeshSizes = None,
-    layers: Layers = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    memory_budget: MemoryBudget = None,
-    remat: Remat = "auto",
+    step: Step,
     offload: Offload = "auto",
-    num_microbatches: Microbatches = None,
-    stages: Stages = "auto",
-    schedule: ScheduleName = "auto",
     per_microbatch: PerMicrobatch = None,
-    pins: PinTexts = None,
-    strategies: StrategyTexts = None,
-    solver: Solver = "auto",
     gap: Gap = None,
     time_limit: TimeLimit = None,
     output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
@@ -111,27 +81,14 @@ def plan(
         bool, typer.Option("--hints", help="plan under other options too, and print what is faster")
     ] = False,
     as_json: Json = False,
-    no_cache: NoCache = False,
 ) -> None:
     """Plan TARGET and print the plan as a table, or as JSON."""
-    from autopar import api
-    from autopar.codegen.rewrites import apply_rewrites
-    from autopar.ir.trace import trace
-    from autopar.zoo import targets
-
-    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
-    with cache(not no_cache):
-        chosen = options(mesh, cluster, hosts, solver, memory_budget)
-        asked: dict[str, Any] = {
-            **in_stages(stages, schedule, num_microbatches),
-            "per_microbatch": words(per_microbatch, ()),
-            "pins": pins_of(pins, strategies),
-            "remat": remat,
-            "offload": offload,
-            "time_limit": time_limit,
-            **({} if gap is None else {"gap": gap}),
-        }
-        planned = api.plan(fn, *args, **asked, **chosen)
+    planned = step.plan(
+        offload=offload,
+        per_microbatch=words(per_microbatch, ()),
+        time_limit=time_limit,
+        **({} if gap is None else {"gap": gap}),
+    )
     if output is not None:
         planned.save(output)
         say(f"saved to {output}")
@@ -142,9 +99,9 @@ def plan(
         print(planned.to_json())
         return
     if not (time or memory):
-        print(planned.summary(apply_rewrites(trace(fn, *args), planned).graph))
+        print(planned.summary(planned.origin.graph if planned.origin else None))
     if hints:
-        with cache(not no_cache):
+        with step.remembered():
             faster = planned.hints()
         print("\n".join(["", *(f"faster: {hint}" for hint in faster)] if faster else ["", "no other option is faster"]))
     for use in (*((planned.time(),) if time else ()), *((planned.memory(),) if memory else ())):
@@ -183,49 +140,26 @@ def _rules(fn: Any, args: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 @app.command()
+@with_step
 def verify(
-    target: Target,
+    step: Step,
     against: Annotated[
         str, typer.Option("--target", help="cpu (virtual devices), shardy (any size), tpu:v5e:2x4, gpu:h100:8")
     ] = "shardy",
-    plan_file: PlanFile = None,
-    cluster: ClusterName = None,
-    hosts: Hosts = None,
-    mesh: MeshSizes = None,
-    layers: Layers = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    num_microbatches: Microbatches = None,
-    stages: Stages = "auto",
-    schedule: ScheduleName = "auto",
-    solver: Solver = "auto",
     as_json: Json = False,
-    no_cache: NoCache = False,
 ) -> None:
     """Compare the collectives that the plan of TARGET predicts with those that the compiler emits."""
-    from autopar import api
     from autopar.bench.worker import cpu_devices
-    from autopar.plans.plan import Plan
     from autopar.verification import verify as verification
-    from autopar.zoo import targets
 
-    saved = None if plan_file is None else Plan.load(plan_file)
-    chosen = options(mesh, cluster, hosts, solver, None)
     if against == "cpu":
-        cpu_devices(_devices(saved.mesh_sizes if saved else chosen["mesh"], chosen.get("cluster")))
-    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
-    with cache(not no_cache):
-        planned = saved or api.plan(fn, *args, **in_stages(stages, schedule, num_microbatches), **chosen)
+        cpu_devices(step.devices(LOCAL_DEVICES))
+    planned = step.plan_with_step()
+    fn, args = step.loaded()
     with telling("verify", f"compiling for {against}"):
         verified = verification.verify(planned, fn, *args, target=against)
     report(as_json, _report(verified), lambda: str(verified))
     finish(verified.ok)
-
-
-def _devices(mesh: Sequence[int] | None, cluster: Any) -> int:
-    if mesh is not None:
-        return math.prod(mesh)
-    return LOCAL_DEVICES if cluster is None else cluster.num_devices
 
 
 def _report(verified: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -29,6 +30,7 @@ from autopar.cli.options import (
     Remat,
     ScheduleName,
     Seq,
+    Solver,
     Stages,
     StrategyTexts,
     TargetOrPlan,
@@ -63,6 +65,7 @@ class Step:
     plan_file: PlanFile = None
     pins: PinTexts = None
     strategies: StrategyTexts = None
+    solver: Solver = "auto"
     no_cache: NoCache = False
 
     @property
@@ -70,22 +73,40 @@ class Step:
         """Whether the target is a saved plan."""
         return self.target.endswith(".json")
 
-    def plan(self) -> Plan:
-        """The plan, or a saved one that is checked against the function; of a file the plan without its step."""
+    def plan(self, **more: Any) -> Plan:
+        """The plan, or a saved one that is checked against the function; of a file the plan without its step.
+
+        Args:
+            more: further options of `autopar.plan`, for a step that is planned afresh.
+        """
         from autopar import api
         from autopar.plans.plan import Plan
-        from autopar.zoo import targets
 
         if self.is_file:
             return Plan.load(self.target)
-        fn, args = targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
-        with cache(not self.no_cache):
-            return api.plan(fn, *args, **self._options())
+        fn, args = self.loaded()
+        with self.remembered():
+            return api.plan(fn, *args, **({} if self.plan_file else more), **self._options())
+
+    def loaded(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function and its arguments. ArgumentError for the file of a plan alone."""
+        from autopar.zoo import targets
+
+        self._check_has_step()
+        return targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
+
+    def devices(self, default: int) -> int:
+        """The number of devices of the mesh that is asked for, or that a saved plan has; or of the cluster."""
+        from autopar.plans.plan import Plan
+
+        asked = options(self.mesh, self.cluster, self.hosts, "auto", None)
+        mesh = Plan.load(self.plan_file).mesh_sizes if self.plan_file else asked["mesh"]
+        return math.prod(mesh) if mesh else asked["cluster"].num_devices if "cluster" in asked else default
 
     def _options(self) -> dict[str, Any]:
         """Options of `autopar.plan`: all of them, or those that go with a saved plan."""
         asked: dict[str, Any] = {"pins": pins_of(self.pins, self.strategies)}
-        asked |= options(self.mesh, self.cluster, self.hosts, "auto", self.memory_budget)
+        asked |= options(self.mesh, self.cluster, self.hosts, self.solver, self.memory_budget)
         if self.plan_file is None:
             return {**asked, **in_stages(self.stages, self.schedule, self.num_microbatches), "remat": self.remat}
         kept = {name: asked[name] for name in ("mesh", "cluster", "memory_budget", "pins") if name in asked}
@@ -96,9 +117,8 @@ class Step:
         from autopar import api
         from autopar.zoo import targets
 
-        self._check_has_step()
-        fn, args = targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
-        with cache(not self.no_cache):
+        fn, args = self.loaded()
+        with self.remembered():
             return api.parallelize(fn, **self._options()).profile(*targets.arrays(args), steps=steps)
 
     def plan_with_step(self) -> Plan:

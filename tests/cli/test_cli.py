@@ -46,6 +46,13 @@ def autopar(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    model, path = zoo.build("mlp-toy"), tmp_path_factory.mktemp("plans") / "plan.json"
+    api.plan(model.step, *model.abstract_args(), mesh=(2,)).save(path)
+    return str(path)
+
+
 @pytest.fixture
 def example(tmp_path):
     path = tmp_path / "example_target.py"
@@ -205,6 +212,25 @@ def test_verify_takes_a_saved_plan(autopar, tmp_path):
     assert "the plan was made for other arguments" in err
 
 
+def test_plan_shows_a_saved_plan_with_its_step_and_without(autopar, plan_file):
+    status, alone, _ = autopar("plan", plan_file)
+    assert (status, alone.splitlines()[0]) == (0, "Plan for 2 devices, mesh (x=2), on dgx-h100")
+    status, out, _ = autopar("plan", "mlp-toy", "--plan", plan_file)
+    assert (status, out.splitlines()[0]) == (0, alone.splitlines()[0])
+    assert "largest activations" in out
+    assert "largest activations" not in alone
+    status, _, err = autopar("plan", plan_file, "--hints")
+    assert (status, "hints needs the step" in err) == (1, True)
+    status, _, err = autopar("verify", plan_file)
+    assert (status, "has the plan and not its step" in err) == (1, True)
+
+
+def test_verify_takes_the_pins_of_a_plan(autopar):
+    pinned = ("verify", "mlp-toy", "--mesh", "2", "--pin", "batch=x", "--json")
+    status, out, _ = autopar(*pinned)
+    assert (status, json.loads(out)["predicted_wire_bytes"] > 0) == (0, True)
+
+
 def test_clusters_lists_the_presets(autopar):
     _, out, _ = autopar("clusters")
     for name in ("cpu-host", "dgx-h100", "p3.16xlarge", "tpu-v6e"):
@@ -332,13 +358,6 @@ class AtOnce:
 
     def cancel(self):
         pass
-
-
-@pytest.fixture(scope="module")
-def plan_file(tmp_path_factory):
-    model, path = zoo.build("mlp-toy"), tmp_path_factory.mktemp("plans") / "plan.json"
-    api.plan(model.step, *model.abstract_args(), mesh=(2,)).save(path)
-    return str(path)
 
 
 @pytest.mark.parametrize(
