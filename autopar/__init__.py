@@ -22,6 +22,8 @@ _HOMES = {
     "plan": "autopar.api",
     "gather": "autopar.api",
     "check": "autopar.api",
+    "restore_checkpoint": "autopar.api",
+    "save_checkpoint": "autopar.api",
     "Check": "autopar.verification.checking",
     "verify": "autopar.verification.verify",
     "Report": "autopar.verification.verify",
@@ -45,6 +47,7 @@ _HOMES = {
     "ScheduleError": "autopar.errors",
     "StageError": "autopar.errors",
     "ProcessError": "autopar.errors",
+    "CheckpointError": "autopar.errors",
     "DonatedError": "autopar.errors",
     "DifferenceError": "autopar.errors",
 }
@@ -68,12 +71,14 @@ __all__ = [
     "pins",
     "plan",
     "register_rule",
+    "restore_checkpoint",
+    "save_checkpoint",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from autopar import pins
-    from autopar.api import check, gather, parallelize, plan
+    from autopar.api import check, gather, parallelize, plan, restore_checkpoint, save_checkpoint
     from autopar.errors import (
         ArgumentError as ArgumentError,
     )
@@ -81,6 +86,7 @@ if TYPE_CHECKING:
         AutoparError,
         AutoparWarning,
     )
+    from autopar.errors import CheckpointError as CheckpointError
     from autopar.errors import ClusterError as ClusterError
     from autopar.errors import DifferenceError as DifferenceError
     from autopar.errors import DonatedError as DonatedError

@@ -1,4 +1,4 @@
-"""What users call: `parallelize`, `plan`, `check`, `gather`.
+"""What users call: `parallelize`, `plan`, `check`, `gather`, `save_checkpoint`, `restore_checkpoint`.
 
     first call      trace -> plan -> compile, for these shapes
     later calls     flatten, place what is not in place, run
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
@@ -22,7 +23,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar import jax_compat
+from autopar import checkpoints, jax_compat
+from autopar.checkpoints import Saving
 from autopar.compile import plan_step
 from autopar.compile.call import warn
 from autopar.errors import ArgumentError, DonatedError
@@ -210,6 +212,52 @@ def _extended(x: jax.Array) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
 
 
+def save_checkpoint(path: str | os.PathLike[str], state: Any, step: Any = None, *, keep: int = 1) -> Saving:
+    """Save a pytree of arrays, sharded or not, while the program goes on.
+
+    Copies of the arrays are on the host when this returns, so that the next step may take over their memory. Files are
+    written in a thread. A checkpoint has no trace of the plan: it is restored onto any mesh, and any number of stages
+    and processes. With several processes, all of them call this with the same tree.
+
+    Args:
+        path: a folder. The newest whole checkpoint in it counts; a writer that is killed leaves that as it was.
+        state: a pytree.
+        step: the parallelized function, whose last plan is kept beside the arrays.
+        keep: how many whole checkpoints stay in the folder.
+
+    Returns:
+        The save; its `wait()` returns the checkpoint's folder once it is whole.
+
+    Raises:
+        ArgumentError: `keep` is below 1, or a value that every process has differs between them.
+        DonatedError: an array of the tree was donated to a step.
+    """
+    if keep < 1:
+        raise ArgumentError(f"keep={keep} must be at least 1")
+    plan = step.last_plan if isinstance(step, ParallelFunction) else None
+    return checkpoints.save(os.fspath(path), state, plan and plan.to_json(), keep)
+
+
+def restore_checkpoint(path: str | os.PathLike[str], like: Any) -> Any:
+    """Restore the newest whole checkpoint of a folder; each process reads what its devices store.
+
+    Args:
+        path: the folder that `save_checkpoint` was given.
+        like: a pytree of arrays or `jax.ShapeDtypeStruct`s with shardings, or a parallelized function that is planned
+            for the state: call its `plan` first.
+
+    Returns:
+        The pytree, in the shardings of `like`.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, it is damaged, or it is of another tree.
+        ArgumentError: `like` is a function that has no plan.
+    """
+    folder = os.fspath(path)
+    wanted = like.planned_like(checkpoints.saved_names(folder)) if isinstance(like, ParallelFunction) else like
+    return checkpoints.restore(folder, wanted)
+
+
 class ParallelFunction:
     """What `parallelize` returns: a function that is planned and compiled for the shapes it is called with.
 
@@ -302,6 +350,29 @@ class ParallelFunction:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s), computed once for each of their structures."""
         with self._opened(args, kwargs) as array_args:
             return self._planned_step(array_args).plan
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last structure that was planned; None if there is none."""
+        return next((planned.plan for planned in reversed(self._planned_steps.values())), None)
+
+    def planned_like(self, names: Collection[str]) -> Any:
+        """The planned argument whose leaves have these paths, as `ShapeDtypeStruct`s with their shardings.
+
+        Raises:
+            ArgumentError: no argument of a plan has such leaves.
+        """
+        for planned in reversed(self._planned_steps.values()):
+            pairs = zip(planned.traced.in_avals, planned.argument_shardings(), strict=True)
+            leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=s) for aval, s in pairs]
+            args, kwargs = jax.tree.unflatten(planned.traced.in_tree, leaves)
+            for argument in (*args, *kwargs.values()):
+                if {*checkpoints.names(argument)} == {*names}:
+                    return argument
+        raise ArgumentError(
+            f"{name_of(self.__wrapped__)} has no plan with an argument of {len(names)} leaves such as "
+            f"{', '.join(map(repr, sorted(names)[:2]))}. Call its plan(...) first, or pass a tree with shardings."
+        )
 
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Measure some steps, and compare them with the plan.

@@ -79,6 +79,10 @@ class ProcessError(AutoparError, RuntimeError):
     """Another process of `jax.distributed` has ended, or is not connected any more: a step cannot go on."""
 
 
+class CheckpointError(AutoparError, OSError):
+    """A checkpoint cannot be written or read: it is damaged, or of other arrays than those that are wanted."""
+
+
 class PlanMismatchError(AutoparError, ValueError):
     """A plan is damaged, or belongs to another function, other shapes or another mesh."""
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax._src import distributed  # tried on 0.10.2, 0.12.0: the store that processes share
 
+#: Seconds for which one question to the store listens.
+LISTENS = 60.0
+
 
 @dataclass(frozen=True)
 class ProcessStore:
     """Keys and values that the processes of `jax.distributed` share. Tried on 0.10.2 and 0.12.0."""
 
-    client: Any
+    client: Any  # None where there is one process
 
     def put(self, key: str, value: bytes) -> None:
         """Store a value."""
@@ -31,6 +35,41 @@ class ProcessStore:
     def count(self, key: str) -> int:
         """How often this has been called with a key."""
         return int(self.client.key_value_increment(key, 1))
+
+    def conversation(self, about: str) -> Conversation:
+        """The next conversation about something; all processes begin it in the same order."""
+        number = 0 if self.client is None else self.count(f"autopar/{about}/{jax.process_index()}")
+        return Conversation(self, f"autopar/{about}/{number}")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What processes say to each other, each thing once."""
+
+    store: ProcessStore
+    prefix: str
+
+    def from_first(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """What process 0 says, in every process."""
+        if jax.process_index() == 0:
+            said = make()
+            if jax.process_count() > 1:
+                self.store.put(f"{self.prefix}/{what}", said)
+            return said
+        return self._heard(f"{self.prefix}/{what}")
+
+    def from_all(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
+        """What every process says: in process 0 all of it, elsewhere what the process itself says."""
+        said = make()
+        if jax.process_index() > 0:
+            self.store.put(f"{self.prefix}/{what}/{jax.process_index()}", said)
+            return [said]
+        return [said, *(self._heard(f"{self.prefix}/{what}/{i}") for i in range(1, jax.process_count()))]
+
+    def _heard(self, key: str) -> bytes:
+        while (said := self.store.get(key, LISTENS)) is None:
+            pass
+        return said
 
 
 def process_store() -> ProcessStore:

@@ -21,6 +21,7 @@ ORDER = (
         "plans",
         "codegen",
         "runtime",
+        "checkpoints",
         "options",
         "argnums",
         "explain",

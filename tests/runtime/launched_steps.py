@@ -93,6 +93,24 @@ def a_batch_as_parts() -> Mapping[str, Any]:
     return {"loss": abs(float(loss) - float(plain_loss)), "state": float(differs)}
 
 
+def a_checkpoint(folder: str) -> Mapping[str, Any]:
+    """A pipeline's state is saved, and restored onto one mesh of all processes."""
+    options: Mapping[str, Any] = {"num_microbatches": 1, "donate_argnums": ()}
+    state = {"w": W, "count": np.int64(3)}
+
+    def step(state: Any, x: jax.Array) -> Any:
+        w, loss = loss_step(state["w"], x)
+        return {"w": w, "count": state["count"] + 1}, loss
+
+    pipeline, one_mesh = (autopar.parallelize(step, mesh=(DEVICES,), stages=stages, **options) for stages in (2, 1))
+    state, _ = pipeline(state, X)
+    autopar.save_checkpoint(folder, state, pipeline).wait()
+    one_mesh.plan(state, X)
+    restored = autopar.restore_checkpoint(folder, one_mesh)
+    ours, expected = (one_mesh(restored, X)[1], pipeline(state, X)[1])
+    return {"loss": abs(float(ours) - float(expected)), "state": 0.0, "w": autopar.gather(state["w"]).tolist()}
+
+
 def a_process_that_dies() -> Mapping[str, Any]:
     """Process 1 is killed between two steps."""
     step = autopar.parallelize(loss_step, stages=2, mesh=(DEVICES,), num_microbatches=1)
@@ -105,7 +123,7 @@ def a_process_that_dies() -> Mapping[str, Any]:
     return {}
 
 
-CASES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+CASES: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "one mesh": lambda: difference("mlp-toy", mesh=(2, 2)),
     "1f1b": lambda: difference("gpt-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
     "tied": lambda: difference("gpt-toy-tied", mesh=(DEVICES,), stages=2, schedule="zb-h1"),
@@ -115,13 +133,15 @@ CASES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "batch differs": lambda: refusal(a_batch_that_differs),
     "pin": lambda: refusal(a_pin_without_an_argument),
     "death": a_process_that_dies,
+    "checkpoint": a_checkpoint,
     "functions": lambda: refusal(a_function_for_each_process),
 }
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     warnings.simplefilter("ignore")
-    for CASE in sys.argv[1:]:
-        row = CASES[CASE]()
+    for argument in sys.argv[1:]:
+        CASE, _, folder = argument.partition("=")
+        row = CASES[CASE](folder) if folder else CASES[CASE]()
         if ME == 0:
             print("ROW", json.dumps({"case": CASE, **row}), flush=True)

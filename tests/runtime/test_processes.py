@@ -11,8 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import autopar
 from autopar.bench.equal.run import quick_flags
 
 SCRIPT = Path(__file__).parent / "launched_steps.py"
@@ -38,9 +42,15 @@ REFUSED = ("batch differs", "pin", "functions")
 
 
 @pytest.fixture(scope="module")
-def two_processes() -> Mapping[str, Mapping[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two_processes(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     """Two processes of two devices: a stage, or two, in each."""
-    return rows(launched(2, 2, *EQUAL, *REFUSED))
+    return rows(launched(2, 2, *EQUAL, *REFUSED, f"checkpoint={folder}"))
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -51,6 +61,20 @@ def test_steps_of_two_processes_are_those_of_one_device(
     assert row["loss"] <= 1e-9
     assert row["state"] <= 1e-9
     assert not row.get("wrong")
+
+
+def test_a_pipeline_s_checkpoint_is_restored_onto_one_mesh_and_in_one_process(
+    two_processes: Mapping[str, Mapping[str, Any]], folder: Path
+) -> None:
+    row = two_processes["checkpoint"]
+    assert row["loss"] <= 1e-9
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec(None, "x"))
+    with jax.enable_x64(True):
+        like = {"w": jax.ShapeDtypeStruct((2, 8, 8), np.float64, sharding=sharding), "count": np.int64(0)}
+        restored = autopar.restore_checkpoint(folder, like)
+        assert restored["w"].sharding == sharding
+        assert np.asarray(restored["w"]).tolist() == row["w"]
+    assert restored["count"] == 4
 
 
 def test_a_stage_may_span_two_processes() -> None:
