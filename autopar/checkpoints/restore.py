@@ -64,7 +64,7 @@ def _array(path: Path, name: str, entry: Entry, leaf: Any) -> Any:
     if not isinstance(sharding, Sharding):
         return _typed(arrays.read(path, entry, tuple(slice(0, n) for n in entry.shape)), entry)
     data = jax.make_array_from_callback(
-        entry.shape, sharding, lambda index: arrays.read(path, entry, index), dtype=np.dtype(entry.dtype)
+        entry.shape, sharding, lambda index: arrays.read(path, entry, index or ()), dtype=np.dtype(entry.dtype)
     )
     return jax.jit(lambda x: _typed(x, entry), out_shardings=sharding)(data) if entry.key else data
 

@@ -37,6 +37,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from autopar.jax_compat.partitioning import described_gpu as described_gpu
 from autopar.jax_compat.partitioning import lacks_cudnn as lacks_cudnn
 from autopar.jax_compat.partitioning import partitioning_rule as partitioning_rule
+from autopar.jax_compat.processes import Conversation as Conversation
 from autopar.jax_compat.processes import ProcessStore as ProcessStore
 from autopar.jax_compat.processes import process_store as process_store
 
