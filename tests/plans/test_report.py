@@ -1,12 +1,17 @@
 """The report in headless Chromium: complete, readable, and with the figures of the plan.
 
-Every plan is opened once. Without Chromium or playwright the tests are skipped.
+Every plan is opened once. Without Chromium or playwright the tests are skipped. `python -m tests.plans.test_report`
+measures the report of GPT-39B with all of its 48 layers.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import pathlib
 import shutil
+import tempfile
+import time
 from dataclasses import replace
 
 import jax
@@ -19,6 +24,7 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError
 from autopar.ir.text import seconds, size
+from autopar.plans import cache as plan_cache
 from autopar.plans.views.parallelism import describe
 from autopar.plans.views.report import charts, pictures, tables
 from autopar.plans.views.timeline import trace_events
@@ -298,3 +304,35 @@ def test_memory_over_a_pipeline_reaches_the_peak_of_every_rank():
             kinds = sum(sum(stage.memory.values()) for stage in stages)
             assert max(nbytes for _, nbytes in levels[rank]) == pytest.approx(kinds)
             assert levels[rank][0][1] == pytest.approx(levels[rank][-1][1])
+
+
+def measured(name, sizes, options):
+    """Seconds of planning, of writing the report and of opening it at 1280 pixels in a new browser; what it has."""
+    from playwright.sync_api import sync_playwright
+
+    model, times = zoo.build(name, **sizes), [time.perf_counter()]
+    plan = autopar.plan(model.step, *model.abstract_args(), **options)
+    times.append(time.perf_counter())
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as running:
+        path = pathlib.Path(folder, "plan.html")
+        plan.report(path)
+        times.append(time.perf_counter())
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        opening = time.perf_counter()
+        page.goto(path.as_uri())
+        page.locator("#timeline").scroll_into_view_if_needed()
+        page.wait_for_selector("#timeline .bars", state="attached")
+        times.append(times[-1] + time.perf_counter() - opening)
+        browser.close()
+        planning, writing, opening = (after - before for before, after in itertools.pairwise(times))
+        return (
+            f"{name}: {len(plan.stages)} stages, {len(plan.input_paths)} arguments, planned in {planning:.1f} s; "
+            f"report of {path.stat().st_size / 1e6:.1f} MB written in {writing:.1f} s, opened in {opening:.1f} s"
+        )
+
+
+if __name__ == "__main__":  # `python -m tests.plans.test_report`: GPT-39B as it is
+    with plan_cache.off():
+        name, _, options = PLANS["gpt-39b in stages"]
+        print(measured(name, {"batch": 64}, options))
