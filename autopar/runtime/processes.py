@@ -64,7 +64,7 @@ def _silent_processes() -> list[int]:
 
 
 def agree(leaves: Sequence[Any], paths: Sequence[str]) -> tuple[bool, ...]:
-    """Per argument, whether it is a global array; one small collective of all processes.
+    """Per argument, whether it is a global array; one or two small collectives of all processes.
 
     Args:
         leaves: the arguments of this process.
@@ -73,36 +73,44 @@ def agree(leaves: Sequence[Any], paths: Sequence[str]) -> tuple[bool, ...]:
     Raises:
         ArgumentError: an argument that every process has whole differs between processes.
     """
-    is_global, checksums = _seen_by_all(leaves)
-    differs = ~is_global & (checksums != checksums[:1]).any(0)
-    if differs.any():
-        i = int(np.argmax(differs))
-        process = int(np.argmax(checksums[:, i] != checksums[0, i]))
+    is_global = global_arrays(leaves)
+    own = [i for i, part in enumerate(is_global) if not part]
+    if not own:
+        return is_global
+    every = _from_all([checksum(leaves[i]) for i in own])
+    differs = np.argwhere(every != every[0])  # rows of (process, argument)
+    if len(differs):
+        process, i = map(int, differs[0])
         raise ArgumentError(
-            f"argument '{paths[i]}' of process {process} differs from that of process 0. Every process passes the same "
-            "whole value, or its part of a global array: jax.make_array_from_process_local_data(sharding, part)"
+            f"argument '{paths[own[i]]}' of process {process} differs from that of process 0. Every process passes the "
+            "same whole value, or its part of a global array: jax.make_array_from_process_local_data(sharding, part)"
         )
-    return tuple(map(bool, is_global))
+    return is_global
+
+
+def global_arrays(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Per leaf, whether a process lacks a part of it; all processes call this with the same leaves."""
+    is_part = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
+    return tuple(map(bool, np.any(_from_all(is_part), axis=0, keepdims=True)[0]))
+
+
+def _from_all(numbers: Sequence[int]) -> np.ndarray:
+    """The numbers of all processes, a row for each."""
+    return np.asarray(multihost_utils.process_allgather(np.array(numbers, np.uint32)))
 
 
 def whole(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     """Every array on the host of every process; all processes call this with the same arrays."""
     if jax.process_count() == 1:
         return [np.asarray(x) for x in arrays]
-    transport, (is_global, _) = Transport(), _seen_by_all(arrays)
-    readable = (
-        transport.move([x], [everywhere()])[0] if is_global[i] else x  # one after another, to hold one copy at a time
-        for i, x in enumerate(arrays)
-    )
-    return [np.asarray(x.addressable_shards[0].data) for x in readable]
+    transport, is_global = Transport(), global_arrays(arrays)
 
+    def on_host(array: jax.Array, is_global: bool) -> np.ndarray:
+        if not is_global:
+            return np.asarray(array)
+        return np.asarray(transport.move([array], [everywhere()])[0].addressable_shards[0].data)
 
-def _seen_by_all(leaves: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Per leaf, whether a process lacks a part of it; per process and leaf, the checksum where it has the whole."""
-    is_part = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves]
-    checksums = [0 if part else checksum(x) for part, x in zip(is_part, leaves, strict=True)]
-    every = np.asarray(multihost_utils.process_allgather(np.array([is_part, checksums], np.uint32)))
-    return np.any(every[:, 0], axis=0, keepdims=True)[0], every[:, 1]
+    return [on_host(x, part) for x, part in zip(arrays, is_global, strict=True)]
 
 
 def checksum(value: Any) -> int:
