@@ -30,7 +30,7 @@ NAMES = {name for key, names in vars(op_sets).items() if key.isupper() for name 
 LIGHT_IN_BYTES = {
     *{*op_sets.CUMULATIVE_REDUCTIONS} - {"cumsum"},
     *("reduce_window_min", "scatter-mul", "scatter-min", "scatter-max"),
-    *(*op_sets.LAPACK, *op_sets.KERNEL_CALLS, *op_sets.CALLBACKS, *op_sets.RARE_ELEMENTWISE),
+    *(*op_sets.LAPACK, *op_sets.KERNEL_CALLS, *op_sets.ATTENTION, *op_sets.CALLBACKS, *op_sets.RARE_ELEMENTWISE),
     *(*op_sets.RESHAPES, "copy"),
 }
 
