@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STEPS, WIDTH, DEVICES = 200, 512, 4
-FIRST_S, LAST_S = 0.0, 1.5  # s after the first new checkpoint, between which a run is killed
+STEPS, WIDTH, DEVICES = 600, 512, 4
+FIRST_S, LAST_S = 0.0, 1.0  # s after the first new checkpoint, between which a run is killed
 
 
 def train(folder: Path, log: Path) -> None:
