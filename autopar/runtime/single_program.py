@@ -58,6 +58,12 @@ def place_argument(leaf: Any, sharding: NamedSharding, donated: bool, path: str)
     return jax.device_put(leaf, sharding)
 
 
+def _checked(leaf: Any, path: str) -> Any:
+    """An argument that has a value, and was not donated to an earlier step."""
+    (_check_alive if isinstance(leaf, jax.Array) else _check_value)(leaf, path)
+    return leaf
+
+
 def _check_alive(leaf: jax.Array, path: str) -> None:
     if leaf.is_deleted():
         raise DonatedError(
@@ -140,8 +146,6 @@ class PipelineRunner:
 
     def _results(self, leaves: Sequence[Any]) -> Sequence[Any]:
         donated = frozenset(self.plan.donated)
-        for x, path in zip(leaves, self.plan.input_paths, strict=True):
-            (_check_alive if isinstance(x, jax.Array) else _check_value)(x, path)
         placed = self._placed(leaves) if jax.process_count() == 1 else self._placed_by_all(leaves)
         results = self.step.results(unaliased(placed, self.plan.donated))
         for i in self.weak:
@@ -153,12 +157,16 @@ class PipelineRunner:
         """The arguments with their shardings between steps, the batch as it is."""
         donated = frozenset(self.plan.donated)
         return [
-            x if sharding is None else place_argument(x, sharding, i in donated, self.plan.input_paths[i])
+            _checked(x, self.plan.input_paths[i])
+            if sharding is None
+            else place_argument(x, sharding, i in donated, self.plan.input_paths[i])
             for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
         ]
 
     def _placed_by_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The same in one of several processes, which all have the same arguments: whole, or parts of global arrays."""
+        for x, path in zip(leaves, self.plan.input_paths, strict=True):
+            _checked(x, path)
         is_global = agree(leaves, self.plan.input_paths)
         return [self._place_global(x, i) if is_global[i] else self._place_whole(x, i) for i, x in enumerate(leaves)]
 

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
-from autopar.runtime.exchange import Box, Part, crossing, parts, rounds
+from autopar.runtime.exchange import Box, Part, parts, rounds
 
 #: Mesh axis of the devices that take part in a move.
 AXIS = "devices"
@@ -123,11 +123,6 @@ class Transport:
         moved = exchange(raw)
         return [_typed(m, x, t) for m, x, t in zip(moved, arrays, targets, strict=True)]
 
-    @property
-    def bytes_between_processes(self) -> int:
-        """Bytes that go from one process to another when every exchange so far runs once."""
-        return sum(exchange.bytes_between_processes for exchange in self.exchanges.values())
-
 
 def _raw(array: Any) -> Any:
     """The data of random keys, with the same sharding; another array as it is."""
@@ -189,9 +184,7 @@ class Exchange:
         shape, dtype, source, _ = self.moves[i]
         local = source.shard_shape(shape)
         here = [
-            (shards[d].reshape(local or (1,)) if not local else shards[d])
-            if d in shards
-            else self._zeros(d, local, dtype)
+            self._zeros(d, local, dtype) if d not in shards else shards[d] if local else shards[d].reshape(1)
             for d in self._here
         ]
         return jax.make_array_from_single_device_arrays(self._whole(local), self._on_all, here)
@@ -232,14 +225,6 @@ class Exchange:
     def _owners(self) -> Mapping[int, int]:
         return {i: device.process_index for i, device in enumerate(self.devices)}
 
-    @property
-    def bytes_between_processes(self) -> int:
-        """Bytes that one call sends from one process to another, without those of the gather."""
-        return sum(
-            crossing(self._moved(i), self._owners) * np.dtype(dtype).itemsize
-            for i, (_, dtype, _, _) in enumerate(self.moves)
-        )
-
     @cached_property
     def _program(self) -> Any:
         """The permutations of all arrays in one program."""
@@ -262,7 +247,7 @@ class Exchange:
             takes, puts = np.zeros((2, len(self.devices), len(shape)), np.int32)
             receives = np.zeros(len(self.devices), bool)
             for part in together:
-                begins = np.array([begin for begin, _ in part.box], np.int32)
+                begins = _begins(part.box)
                 takes[part.sender] = begins - _begins((wanted if forwarded else sent_from)[part.sender])
                 puts[part.receiver] = begins - _begins(wanted[part.receiver])
                 receives[part.receiver] = True
