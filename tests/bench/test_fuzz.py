@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.bench import worker
-from autopar.bench.fuzz import campaign, case, compare, shrink
+from autopar.bench.fuzz import campaign, case, compare, noise, shrink
 from autopar.bench.fuzz.generate import program
 from autopar.bench.fuzz.program import Block, Leaf, Node, Program, Type, load
 from autopar.errors import ArgumentError
@@ -114,10 +114,10 @@ def test_a_leaf_that_differs_from_itself_is_noise():
         return x, jax.numpy.sign(x.sum() - 1.5)
 
     x = np.array([0.7, 0.3, 0.5])
-    noise = compare.noise(jax.jit(steep), jax.make_jaxpr(steep)(x), (x,))
-    assert noise.leaves[0] < 1e-13
-    assert noise.leaves[1] >= 1
-    assert compare.unequal(("x", "sign"), (x + 1e-3, np.float64(1)), (x, np.float64(-1)), lambda: noise) == {
+    step_noise = noise.noise(jax.jit(steep), jax.make_jaxpr(steep)(x), (x,))
+    assert step_noise.leaves[0] < 1e-13
+    assert step_noise.leaves[1] >= 1
+    assert compare.unequal(("x", "sign"), (x + 1e-3, np.float64(1)), (x, np.float64(-1)), lambda: step_noise) == {
         "x": pytest.approx(1e-3 / 0.7)
     }
 
@@ -129,10 +129,45 @@ def test_a_sum_of_terms_that_cancel_is_noise():
         return jax.numpy.tanh(x).sum(), jax.numpy.floor(x).sum()
 
     x = np.array([7.2, -7.2, 7.5, -7.4, 7.7, -7.8])
-    noise = compare.noise(jax.jit(cancelled), jax.make_jaxpr(cancelled)(x), (x,))
-    assert noise.explains(0, 1e-9)
-    assert not noise.explains(0, 1e-3)
-    assert not noise.explains(1, 1e-9)
+    step_noise = noise.noise(jax.jit(cancelled), jax.make_jaxpr(cancelled)(x), (x,))
+    assert step_noise.explains(0, 1e-9)
+    assert not step_noise.explains(0, 1e-3)
+    assert not step_noise.explains(1, 1e-9)
+
+
+def thirds(x):
+    """Thirds of integers whose sum is 27 add up to 9, or to just less: truncated to 9 or 8, sixteen times."""
+    rows = jax.numpy.broadcast_to(jax.numpy.float64(x), (16, *x.shape)) / 3
+    return jax.numpy.sum(jax.numpy.sum(rows, 1).astype(jax.numpy.int32), dtype=jax.numpy.int32)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: jax.lax.scan(lambda c, y: (c + thirds(x), y), 0, x, reverse=True)[0],
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, thirds(x)), (0, jax.numpy.int32(0)))[1],
+        lambda x: jax.lax.cond(x[0] > 0, thirds, lambda x: x[0], x),
+        lambda x: jax.checkpoint(jax.jit(thirds))(x),
+    ],
+    ids=["scan", "while", "cond", "calls"],
+)
+def test_noise_inside_bodies(body):
+    """What is truncated where a sum is a whole number but for rounding; the arguments are integers and do not move."""
+    x = np.array([1, 2, 4, 1, 7, 2, 5, 4, 1], np.int32)
+    step_noise = noise.noise(jax.jit(body), jax.make_jaxpr(body)(x), (x,))
+    assert step_noise.explains(0, np.inf)
+
+
+def test_operations_one_by_one_are_the_step():
+    """Bodies of every kind, nothing changed."""
+    taken, loaded = set(), [program(seed, 1).compiled() for seed in (2, 4)]
+    for step in loaded:
+        jaxpr = jax.make_jaxpr(step.function)(*step.arguments)
+        ours = noise.one_by_one(jaxpr, jax.tree.leaves(step.arguments), lambda x: x)
+        theirs = jax.tree.leaves(jax.jit(step.function)(*step.arguments))
+        assert max(compare.differences(ours, theirs)) < 1e-9
+        taken |= {equation.primitive.name for equation in case._equations(jaxpr.jaxpr)}
+    assert {"scan", "while", "cond", "custom_jvp_call", "remat2"} <= taken
 
 
 # Shrinking

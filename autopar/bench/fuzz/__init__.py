@@ -5,6 +5,7 @@ scope       a program under construction: values, and what is known of them
 elementwise, shapes, indexing, totals, regions     moves: what may come next
 generate    seed -> program
 case        one program in microbatches, in stages and on meshes, against the plain step
+noise       by how much the plain step differs from itself
 shrink      a failing program with all taken out that the failure does not need
 campaign    many seeds in worker processes; rows are kept in a file
 """

@@ -190,6 +190,9 @@ def _live(block: Block) -> Block:
 
 MAIN = """
 if __name__ == "__main__":
+    from autopar.bench.fuzz.campaign import flags
+
+    os.environ["XLA_FLAGS"] = flags()
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", 8)
     from autopar.bench.fuzz.case import show
@@ -203,5 +206,10 @@ def standalone(program: Program, variant: str, message: str) -> str:
     batch = program.batch or "auto"
     lines = f'"""Seed {program.seed}, {variant}: {message}"""\n\n'.replace("\\\\", "/")
     return (
-        lines + IMPORTS + "\n\n" + program.source() + MAIN.format(seed=program.seed, variant=variant, batch=repr(batch))
+        lines
+        + "import os\n\n"
+        + IMPORTS
+        + "\n\n"
+        + program.source()
+        + MAIN.format(seed=program.seed, variant=variant, batch=repr(batch))
     )
