@@ -1,12 +1,12 @@
 """Several processes, one plan: process 0 plans, the others load its plan.
 
-    others        store what they are to plan: hashes of program and options
-    process 0     compares these with its own, plans, and stores the plan or the error
+    all           say what they are to plan: hashes of program and options
+    process 0     compares these with its own, plans, and says the plan or the error
     others        load the plan, or raise the error
 
-All processes plan in the same order, so that the number is a count in each. The store is that of JAX's coordination
-service, which ends a process whose process 0 has died: nobody waits for it for ever. Planning twice would not do, since
-a search that a time limit ends need not end alike everywhere.
+All processes plan in the same order. What they say passes through the store of JAX's coordination service, which ends a
+process whose process 0 has died: nobody waits for it for ever. Planning twice would not do, since a search that a time
+limit ends need not end alike everywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -25,10 +25,6 @@ from autopar.ir.graph import graph_hash
 from autopar.plans.plan import Plan, from_json
 from autopar.plans.schema import parsed
 from autopar.runtime.planned_step import PlannedStep
-
-FOLDER = "autopar/plans"
-#: Seconds without an answer of process 0 after which the others say that they wait.
-PATIENCE = 60.0
 
 
 def planned_by_first(
@@ -47,36 +43,35 @@ def planned_by_first(
         PlanMismatchError: a process has traced another program than process 0, or has other options.
         AutoparError: planning failed in process 0.
     """
-    store = jax_compat.process_store()
-    key = f"{FOLDER}/{store.count(f'{FOLDER}/count/{jax.process_index()}')}"
+    talk = jax_compat.process_store().conversation("plans", waits=lambda text: warn(f"{name}: {text}"))
     program = {"name": name, "program": graph_hash(call.traced.graph), "options": _digest(options)}
+    programs = [json.loads(text) for text in talk.from_all("program", lambda: json.dumps(program).encode())]
     if jax.process_index() > 0:
-        store.put(f"{key}/{jax.process_index()}", json.dumps(program).encode())
-        message = json.loads(zlib.decompress(_received(store, f"{key}/0", name, "process 0 to plan it")))
-        if "error" in message:
-            raise _error(message["error"], message["text"])
-        return load(from_json(parsed(message["plan"].encode()), "the plan of process 0"))
+        answer = json.loads(zlib.decompress(talk.from_first("plan", bytes)))
+        if "error" in answer:
+            raise _error(answer["error"], answer["text"])
+        return load(from_json(parsed(answer["plan"].encode()), "the plan of process 0"))
     answer: dict[str, str] = {}
     try:
-        _compare(store, key, program)
+        _compare(programs)
         step = plan()
         answer = {"plan": step.plan.to_json()}
     except BaseException as error:
         answer = {"error": type(error).__name__, "text": str(error)}
         raise
     finally:
-        store.put(f"{key}/0", zlib.compress(json.dumps(answer).encode()))
+        talk.from_first("plan", lambda: zlib.compress(json.dumps(answer).encode()))
     return step
 
 
-def _compare(store: jax_compat.ProcessStore, key: str, program: Mapping[str, str]) -> None:
+def _compare(programs: Sequence[Mapping[str, str]]) -> None:
     """PlanMismatchError if a process plans something else than process 0."""
-    name = program["name"]
-    for process in range(1, jax.process_count()):
-        theirs = json.loads(_received(store, f"{key}/{process}", name, f"process {process} to call it"))
-        if theirs == program:
+    first, *others = programs
+    name = first["name"]
+    for process, theirs in enumerate(others, 1):
+        if theirs == first:
             continue
-        different = next(field for field in ("name", "program", "options") if theirs[field] != program[field])
+        different = next(field for field in ("name", "program", "options") if theirs[field] != first[field])
         what = f"{theirs['name']!r} there" if different == "name" else f"the {different} of {name!r} there"
         raise PlanMismatchError(
             f"process 0 plans {name!r}, process {process} differs: {what}. Every process runs the same script, with "
@@ -93,13 +88,3 @@ def _error(name: str, text: str) -> AutoparError:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _received(store: jax_compat.ProcessStore, key: str, name: str, what: str) -> bytes:
-    """The value of a key, as soon as it is there."""
-    message = store.get(key, PATIENCE)
-    if message is None:
-        warn(f"{name}: process {jax.process_index()} has waited {PATIENCE:.0f} s for {what}")
-    while message is None:
-        message = store.get(key, PATIENCE)
-    return message

@@ -36,10 +36,15 @@ class ProcessStore:
         """How often this has been called with a key."""
         return int(self.client.key_value_increment(key, 1))
 
-    def conversation(self, about: str) -> Conversation:
-        """The next conversation about something; all processes begin it in the same order."""
+    def conversation(self, about: str, waits: Callable[[str], None] = lambda text: None) -> Conversation:
+        """The next conversation about something; all processes begin it in the same order.
+
+        Args:
+            about: the name of its kind.
+            waits: is told once, in words, for which process this one has waited `LISTENS` seconds.
+        """
         number = 0 if self.client is None else self.count(f"autopar/{about}/{jax.process_index()}")
-        return Conversation(self, f"autopar/{about}/{number}")
+        return Conversation(self, f"autopar/{about}/{number}", waits)
 
 
 @dataclass(frozen=True)
@@ -48,15 +53,16 @@ class Conversation:
 
     store: ProcessStore
     prefix: str
+    waits: Callable[[str], None]
 
     def from_first(self, what: str, make: Callable[[], bytes]) -> bytes:
         """What process 0 says, in every process."""
         if jax.process_index() == 0:
             said = make()
             if jax.process_count() > 1:
-                self.store.put(f"{self.prefix}/{what}", said)
+                self.store.put(f"{self.prefix}/{what}/0", said)
             return said
-        return self._heard(f"{self.prefix}/{what}")
+        return self._heard(what, 0)
 
     def from_all(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
         """What every process says: in process 0 all of it, elsewhere what the process itself says."""
@@ -64,11 +70,14 @@ class Conversation:
         if jax.process_index() > 0:
             self.store.put(f"{self.prefix}/{what}/{jax.process_index()}", said)
             return [said]
-        return [said, *(self._heard(f"{self.prefix}/{what}/{i}") for i in range(1, jax.process_count()))]
+        return [said, *(self._heard(what, i) for i in range(1, jax.process_count()))]
 
-    def _heard(self, key: str) -> bytes:
-        while (said := self.store.get(key, LISTENS)) is None:
-            pass
+    def _heard(self, what: str, process: int) -> bytes:
+        key = f"{self.prefix}/{what}/{process}"
+        if (said := self.store.get(key, LISTENS)) is None:
+            self.waits(f"process {jax.process_index()} has waited {LISTENS:.0f} s for the {what} of process {process}")
+        while said is None:
+            said = self.store.get(key, LISTENS)
         return said
 
 
