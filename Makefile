@@ -21,7 +21,7 @@ export AUTOPAR_TEST_JAX_CACHE ?= $(CURDIR)/.cache/jax
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples plan test core goldens bench lint format docs ci clean
+.PHONY: help demo examples plan test exhaustive core goldens bench lint format docs ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -37,6 +37,9 @@ plan: $(VENV)/.installed-base ## plan a model: TARGET=llama3-8b ARGS="--cluster 
 
 test: $(VENV)/.installed-test ## run the whole test suite, or a part of it: AT=tests/passes/op_groups
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(AT) $(PYTEST_ARGS)
+
+exhaustive: $(VENV)/.installed-test ## run the suite with every case of its crossings, or a part of it; takes an hour
+	@AUTOPAR_TESTS=all $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(AT) $(PYTEST_ARGS)
 
 core: $(VENV)/.installed-test ## run the core of the test suite
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m core $(PYTEST_ARGS)

@@ -13,13 +13,24 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["AUTOPAR_CACHE_DIR"] = ""  # a test that kept plans would pass on yesterday's
 
 import jax
+import pytest
 
 from autopar.bench.equal.run import quick_flags
+from tests import effort
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()  # read when a backend starts
 jax.config.update("jax_num_cpu_devices", 8)
 if cache := os.environ.get("AUTOPAR_TEST_JAX_CACHE"):
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests that are marked exhaustive to `make exhaustive`."""
+    left = [] if effort.ALL else [item for item in items if item.get_closest_marker("exhaustive")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in {*left}]
+
 
 gc.set_threshold(200_000, 20, 20)  # graphs of whole programs are large, and few of them are in cycles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from tests import conftest as conftest  # the devices and settings of the tests
-from tests.passes.printers import CASES, PRINTERS
+from tests.passes.support.printers import CASES, PRINTERS
 from tests.text_cases import regenerate
 
 if __name__ == "__main__":

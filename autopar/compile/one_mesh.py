@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from autopar import argnums
-from autopar.codegen.accumulate import accumulate_gradients
-from autopar.codegen.rewrites import apply_rewrites, rewritten_hash
+from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
 from autopar.compile.call import Call, absolute_budget, default_time_limit, offload_option, wanted_mesh, warn
 from autopar.explain.surroundings import described
 from autopar.hardware import meshes

@@ -22,12 +22,12 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError, PinError, TraceError
-from autopar.ir import arguments, explicit, mutation
+from autopar.ir import arguments, explicit, side_effects
 from autopar.ir.arguments import flatten
 from autopar.ir.graph import Graph, Op
 from autopar.ir.jaxpr import build_graph
 from autopar.ir.op_sets import ATTENTION
-from autopar.ir.reachable import reaches
+from autopar.ir.side_effects import reaches
 from autopar.ir.simplify import simplified
 
 
@@ -83,10 +83,12 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
         traces.append(jax_compat.current_trace())
         pure = jax.tree.unflatten(in_tree, flat_args)
         positional, keywords = step_arguments = arguments.to_step(pure)
-        snapshot = mutation.snapshot(step_arguments)
+        snapshot = side_effects.snapshot(step_arguments)
         result = fn(*arguments.merge_static(args, static_argnums, positional), **keywords)
         _check_attributes(snapshot, names, _name(fn))
-        written = {_input_path(path, names): x for path, x in mutation.overwritten(snapshot, step_arguments).items()}
+        written = {
+            _input_path(path, names): x for path, x in side_effects.overwritten(snapshot, step_arguments).items()
+        }
         return _checked_results(arguments.from_step(pure, step_arguments, result), _name(fn)), written
 
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
@@ -102,8 +104,8 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
 
 
-def _check_attributes(snapshot: mutation.ArgumentSnapshot, names: tuple[str, ...], name: str) -> None:
-    changed = mutation.changed_attribute(snapshot)
+def _check_attributes(snapshot: side_effects.ArgumentSnapshot, names: tuple[str, ...], name: str) -> None:
+    changed = side_effects.changed_attribute(snapshot)
     if changed is not None:
         path, attribute = changed
         class_name = type(snapshot.leaves[path]).__name__
@@ -121,7 +123,7 @@ def _without_written(jaxpr: jex.ClosedJaxpr, paths: Sequence[str], name: str) ->
     count = len(jaxpr.jaxpr.outvars) - len(paths)
     values = jaxpr.jaxpr.outvars[count:]
     jaxpr = jex.ClosedJaxpr(jaxpr.jaxpr.replace(outvars=jaxpr.jaxpr.outvars[:count]), jaxpr.consts)
-    lost = mutation.first_unused(jaxpr, values)
+    lost = side_effects.first_unused(jaxpr, values)
     if lost is not None:
         producer = next(e for e in jaxpr.jaxpr.eqns if lost in e.outvars)
         file, line = jax_compat.user_frame(producer.source_info)

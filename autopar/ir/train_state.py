@@ -1,12 +1,24 @@
-"""Which results are the next step's arguments: the state of a training loop."""
+"""The state of a training loop among the arguments of a step, and the roles of its leaves.
+
+    state              leaves that the step returns anew                                        -> match_state
+    optimizer state    state with one of `OPTIMIZER_NAMES` in its path                          -> optimizer_leaves
+    parameters         other state of a floating-point type                                     -> parameter_leaves
+
+A moment of the optimizer belongs to the parameter whose path ends as its own does              -> owned_parameter
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 
 from autopar.ir.graph import Graph
+
+#: Parts of paths that mark optimizer state: fields of optax's states, and usual names of arguments.
+OPTIMIZER_NAMES = ("mu", "nu", "opt", "opt_state", "trace")
+#: Beginnings of the names of types that can be differentiated.
+FLOATING = ("float", "bfloat", "complex")
 
 
 @lru_cache(maxsize=4)  # several passes call it for one graph
@@ -45,3 +57,53 @@ def match_state(graph: Graph) -> Mapping[int, int]:
         if out not in carried and "/" in path:
             claim(out, by_tail.get(path.split("/", 1)[1], []))
     return MappingProxyType(carried)
+
+
+def is_optimizer_state(path: str) -> bool:
+    """Whether the path of a leaf of the state is one of the optimizer's."""
+    return any(part in OPTIMIZER_NAMES for part in path.split("/"))
+
+
+def parameter_leaves(graph: Graph) -> tuple[int, ...]:
+    """Positions of the argument leaves that are parameters, batch statistics among them."""
+    state = set(match_state(graph).values())
+    return tuple(
+        i
+        for i, (path, v) in enumerate(zip(graph.input_paths, graph.inputs, strict=True))
+        if i in state and not is_optimizer_state(path) and graph.types[v].dtype.startswith(FLOATING)
+    )
+
+
+def optimizer_leaves(graph: Graph) -> tuple[int, ...]:
+    """Positions of the argument leaves that are state of the optimizer."""
+    state = set(match_state(graph).values())
+    return tuple(i for i, path in enumerate(graph.input_paths) if i in state and is_optimizer_state(path))
+
+
+def of_parameter(path: str, parameters: Container[str]) -> tuple[str, str] | None:
+    """A path of optimizer state as (what is before its parameter's path, that path below "params/"); None for others.
+
+    "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
+    """
+    parts = path.split("/")
+    pairs = (("/".join(parts[:k]), "/".join(parts[k:])) for k in range(1, len(parts)))
+    before, end = next((pair for pair in pairs if pair[1] in parameters), ("", ""))
+    return (before, end) if end and "params" not in before.split("/") else None
+
+
+def owned_parameter(graph: Graph) -> Mapping[int, int]:
+    """Leaf of the optimizer's state -> the parameter that it belongs to, if they have one shape."""
+    by_end: dict[str, int] = {}
+    for i in parameter_leaves(graph):
+        path = graph.input_paths[i]
+        by_end[path.partition("params/")[2] or path.partition("/")[2] or path] = i
+    owned: dict[int, int] = {}
+    for i in optimizer_leaves(graph):
+        belongs = of_parameter(graph.input_paths[i], by_end)
+        if belongs and _shape(graph, i) == _shape(graph, by_end[belongs[1]]):
+            owned[i] = by_end[belongs[1]]
+    return owned
+
+
+def _shape(graph: Graph, position: int) -> tuple[int, ...]:
+    return graph.types[graph.inputs[position]].shape

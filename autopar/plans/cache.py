@@ -31,7 +31,7 @@ from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.trace import Traced
 from autopar.passes.remat.options import Options
 from autopar.plans.plan import Plan, from_json
-from autopar.plans.schema import parsed
+from autopar.plans.validation.schema import parsed
 from autopar.version import VERSION
 
 VARIABLE = "AUTOPAR_CACHE_DIR"

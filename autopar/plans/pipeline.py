@@ -37,11 +37,11 @@ from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
-from autopar.plans.checks import check_all, mismatches, unlike
 from autopar.plans.forms import pipeline_parallelism
-from autopar.plans.layout_checks import check_layouts, check_offloaded
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
+from autopar.plans.validation.consistency import check_all, mismatches, unlike
+from autopar.plans.validation.layouts import check_layouts, check_offloaded
 from autopar.rules import rules_of
 from autopar.schedules.complete import forward_only
 

@@ -17,10 +17,10 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.text import write_file
-from autopar.plans.checks import check_all, check_consistent, mismatches, unlike
 from autopar.plans.origin import Hint, Origin
 from autopar.plans.record import FORMAT, PlanRecord, Stage
-from autopar.plans.schema import FieldError, form, parsed, shown
+from autopar.plans.validation.consistency import check_all, check_consistent, mismatches, unlike
+from autopar.plans.validation.schema import FieldError, form, parsed, shown
 from autopar.plans.views.diff import PlanDiff
 from autopar.plans.views.explain import Explanation, explain
 from autopar.plans.views.notebook import ShownAsText

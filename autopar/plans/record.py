@@ -18,7 +18,7 @@ from autopar.cost_models.memory.report import Moment
 from autopar.errors import ArgumentError
 from autopar.ir.collective import Collective
 from autopar.ir.layout import Layout, spec
-from autopar.plans.schema import Listed, Packed
+from autopar.plans.validation.schema import Listed, Packed
 from autopar.version import VERSION
 
 FORMAT = 4

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from autopar.errors import PinError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import PRODUCTS
-from autopar.ir.roles import optimizer_leaves, parameter_leaves
+from autopar.ir.train_state import optimizer_leaves, parameter_leaves
 from autopar.passes.microbatch.analysis import infer_batch
 
 #: What the key of a pin for activations begins with.

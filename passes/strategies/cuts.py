@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Graph
 from autopar.ir.op_sets import PRODUCTS
-from autopar.ir.roles import optimizer_leaves, parameter_leaves
-from autopar.ir.train_state import match_state
+from autopar.ir.train_state import match_state, optimizer_leaves, parameter_leaves
 from autopar.passes.microbatch.analysis import infer_batch
 from autopar.passes.microbatch.batch_dimensions import batch_dimensions
 from autopar.passes.op_groups.constraints import Pins

@@ -24,7 +24,7 @@ from autopar.errors import PinError
 from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Atom, Op
 from autopar.ir.op_sets import PRODUCTS
-from autopar.ir.roles import owned_parameter
+from autopar.ir.train_state import owned_parameter
 from autopar.passes.strategies.cuts import Cut, Cuts, Step
 from autopar.rules import Rule
 

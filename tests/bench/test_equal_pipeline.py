@@ -15,22 +15,24 @@ from autopar.bench import worker
 from autopar.bench.equal import pipeline as equal_pipeline
 from autopar.bench.equal.pipeline_case import Row
 from autopar.errors import ArgumentError
+from tests.effort import sample
 
 #: One model of every kind; all of them are the benchmark's.
 MODELS = ("equinox-toy", "gpt-toy-tied", "gpt-toy-scan", "moe-toy", "gpt-toy", "flax-linen-toy", "unet-toy", "vit-toy")
 PAIRS = tuple(itertools.product(equal_pipeline.SCHEDULES, equal_pipeline.STAGES))
-CASES = tuple(
+PAIRWISE = tuple(
     (model, *PAIRS[(3 * i) % len(PAIRS)], equal_pipeline.INNER[i // 2 % 2], "float64" if i % 3 == 1 else "float32")
     for i, model in zip(range(len(PAIRS)), itertools.cycle(MODELS), strict=False)
 )
+CASES = sample(PAIRWISE, [*PAIRWISE[:4], PAIRWISE[5]])
 
 
 def test_the_cover_has_every_kind_of_model_schedule_number_of_stages_and_dtype() -> None:
-    models, schedules, stages, inner, dtypes = ({*column} for column in zip(*CASES, strict=True))
-    assert models == {*MODELS} <= {*zoo.TOYS}
+    _, schedules, stages, inner, dtypes = ({*column} for column in zip(*CASES, strict=True))
+    assert {model for model, *_ in PAIRWISE} == {*MODELS} <= {*zoo.TOYS}
     assert (schedules, stages) == ({*equal_pipeline.SCHEDULES}, {*equal_pipeline.STAGES})
     assert (inner, dtypes) == ({*equal_pipeline.INNER}, {"float32", "float64"})
-    assert {case[1:3] for case in CASES} == {*PAIRS}
+    assert {case[1:3] for case in PAIRWISE} == {*PAIRS}
 
 
 @pytest.mark.parametrize(("model", "schedule", "stages", "inner", "dtype"), CASES, ids=lambda x: str(x))

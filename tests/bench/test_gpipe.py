@@ -9,9 +9,13 @@ import pytest
 from autopar import jax_compat, zoo
 from autopar.bench.pipelines import gpipe
 from autopar.bench.step import Variant
+from tests.effort import sample
 
 
-@pytest.mark.parametrize(("stages", "data", "layers", "skips"), [(4, 2, 4, False), (4, 2, 4, True), (2, 1, 4, True)])
+@pytest.mark.parametrize(
+    ("stages", "data", "layers", "skips"),
+    sample([(4, 2, 4, False), (4, 2, 4, True), (2, 1, 4, True)], [(4, 2, 4, False), (2, 1, 4, True)]),
+)
 def test_gpipe_by_hand_is_the_step_of_one_device(stages: int, data: int, layers: int, skips: bool) -> None:
     """Parameters and moments after two steps, in doubles."""
     with jax.enable_x64(True):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from autopar.errors import SolverError
 from autopar.ir.problem import Problem, absorb_loops, check, compact, restrict
-from tests.passes.small_problems import all_values, edge, node, problems
+from tests.passes.support.small_problems import all_values, edge, node, problems
 
 PAIR = Problem((node("a", 1.0, 2.0), node("b", 0.0, 5.0, 7.0)), (edge(0, 1, [[0.0, 10.0, 20.0], [30.0, 0.0, 0.0]]),))
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.judge.budget_milp import within
 from tests.judge.budgets import ROUNDING, Verdict, case, judged, summary
-from tests.passes.small_problems import random_problem
-from tests.passes.small_rows import all_peaks, brute_within, random_points
+from tests.passes.support.small_problems import random_problem
+from tests.passes.support.small_rows import all_peaks, brute_within, random_points
 
 SEEDS = (1, 2, 3, 7)  # a toy and random programs of at most 300 strategies
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.passes.printers import CASES, PRINTERS
+from tests.passes.support.printers import CASES, PRINTERS
 from tests.text_cases import Case, read, regenerate
 
 FOUND = [(name, case) for name in PRINTERS for case in read(CASES / f"{name}.txt")[1]]

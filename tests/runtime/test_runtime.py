@@ -22,6 +22,7 @@ from autopar.passes.stages.divide import divide
 from autopar.runtime import PipelineStep, build
 from autopar.schedules import Size, bounds, check, make
 from autopar.zoo import build as zoo
+from tests.effort import sample
 from tests.passes.microbatch import batch_programs as programs
 
 QUICK = dict(jax_compat.quick_compilation())
@@ -87,10 +88,14 @@ COVER: list[tuple[str, dict[str, int], tuple[int, ...], str, tuple[int, ...], in
     ("moe-toy", {}, (1, 2, 3), "interleaved-1f1b", (4, 4), 2),
     ("unet-toy", {}, (2, 3, 4), "zb-h1", (1, 2, 1, 1), 2),
 ]
+#: Every schedule, equal and unequal submeshes, several stages on one, tied weights, two sweeps over the microbatches.
+KEPT = [COVER[i] for i in (0, 1, 4, 5, 6, 9)]
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "borders", "schedule", "sizes", "count"), COVER, ids=[f"{r[0]}-{r[3]}-{r[4]}" for r in COVER]
+    ("target", "options", "borders", "schedule", "sizes", "count"),
+    sample(COVER, KEPT),
+    ids=[f"{r[0]}-{r[3]}-{r[4]}" for r in sample(COVER, KEPT)],
 )
 def test_three_steps_are_those_of_one_device(
     target: str, options: dict[str, int], borders: Any, schedule: str, sizes: Any, count: int

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.roles import of_parameter
 from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
+from autopar.ir.train_state import of_parameter
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import host, label, without_numbers
 from autopar.plans.views.notebook import ShownAsText

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-from autopar.ir.roles import is_optimizer_state, of_parameter
+from autopar.ir.train_state import is_optimizer_state, of_parameter
 from autopar.plans.record import PlanRecord, Stage
 
 

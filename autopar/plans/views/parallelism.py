@@ -22,7 +22,7 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from autopar.ir.roles import of_parameter
+from autopar.ir.train_state import of_parameter
 from autopar.plans.forms import WHOLE_WEIGHTS, largest
 from autopar.plans.record import PlanRecord
 from autopar.plans.views.groups import sections

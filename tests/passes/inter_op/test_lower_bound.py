@@ -29,6 +29,7 @@ from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan import StageProblem
 from autopar.plans.pipeline import make_plan
 from autopar.rules import rules_of
+from tests.effort import examples, sample
 from tests.passes.inter_op.test_dynamic_program import divisions
 from tests.passes.inter_op.test_optimality import CLUSTERS
 from tests.passes.inter_op.test_search import traced
@@ -76,7 +77,11 @@ def optimum(model: str, cluster: str, n: int, first: int, last: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster"), [*((model, "hosts with little bandwidth") for model in MODELS), ("moe-toy", "one host")]
+    ("model", "cluster"),
+    sample(
+        [*((model, "hosts with little bandwidth") for model in MODELS), ("moe-toy", "one host")],
+        [("mlp-toy", "hosts with little bandwidth"), ("moe-toy", "one host")],
+    ),
 )
 def test_layers_take_no_less_in_a_stage_than_their_bounds(model: str, cluster: str) -> None:
     count = len(search(model, cluster).layers.layers)
@@ -88,7 +93,11 @@ def test_layers_take_no_less_in_a_stage_than_their_bounds(model: str, cluster: s
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster"), [*(("gpt-toy", cluster) for cluster in CLUSTERS), ("moe-toy", "hosts with little bandwidth")]
+    ("model", "cluster"),
+    sample(
+        [*(("gpt-toy", cluster) for cluster in CLUSTERS), ("moe-toy", "hosts with little bandwidth")],
+        [("gpt-toy", "hosts with latency"), ("gpt-toy", "hosts with little bandwidth")],
+    ),
 )
 def test_more_devices_and_more_microbatches_take_no_less(model: str, cluster: str) -> None:
     """Device-seconds on multiples of a number of devices, and seconds per step for multiples of microbatches."""
@@ -136,8 +145,13 @@ def test_the_least_step_is_that_of_brute_force(data: st.DataObject) -> None:
     assert least_step(question, paths) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("share", [None, 0.6, 0.35])
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(
+    ("cluster", "share"),
+    sample(
+        itertools.product(CLUSTERS, (None, 0.6, 0.35)),
+        [("hosts with latency", None), ("hosts with latency", 0.35), ("hosts with little bandwidth", 0.6)],
+    ),
+)
 def test_no_pipeline_is_faster_than_the_bound(cluster: str, share: float | None) -> None:
     of = search("gpt-toy", cluster)
     space = SearchSpace(of.batch, (2, 4, 8))
@@ -158,7 +172,7 @@ def step_bound(cluster: str, policy: str) -> float:
     return PipelineBound(of, SearchSpace(of.batch, (2, 4), policies=(policy,))).least()
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(8), deadline=None, derandomize=True)
 @given(st.data())
 def test_no_planned_pipeline_is_faster_than_the_bound(data: st.DataObject) -> None:
     """Any division, number of microbatches, schedule and rematerialisation, every stage planned as a whole."""

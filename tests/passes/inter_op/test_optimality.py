@@ -17,6 +17,7 @@ from autopar.passes.inter_op.simulate import FoundPipeline, rank
 from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import NONE
+from tests.effort import sample
 from tests.passes.inter_op.test_dynamic_program import divisions, priced
 from tests.passes.inter_op.test_search import cluster, traced
 
@@ -79,8 +80,13 @@ def _recomputes_first(parts: tuple[Part, ...], space: SearchSpace) -> bool:
     return not any(a == NONE != b for a, b in itertools.pairwise(policies))
 
 
-@pytest.mark.parametrize("share", [None, 0.6, 0.3])
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(
+    ("name", "share"),
+    sample(
+        itertools.product(CLUSTERS, (None, 0.6, 0.3)),
+        [("one host", 0.6), ("hosts with latency", None), ("hosts with latency", 0.3)],
+    ),
+)
 def test_the_search_finds_what_brute_force_finds(name: str, share: float | None) -> None:
     """However much memory there is: a share of what the fastest pipeline takes."""
     space = SearchSpace(judge(name).batch, COUNTS)

@@ -1,6 +1,6 @@
 """The optimizer finds what exhaustive search finds, and a judge that shares no code with it agrees on every price.
 
-Two hundred programs are judged here; `python -m tests.judge.intra_op --graphs 1000` judges more in the same way.
+Some dozens of programs are judged here; `python -m tests.judge.intra_op --graphs 1000` judges more in the same way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from autopar.ir.trace import Traced, trace
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.one_mesh import Planned, make_plan
+from tests.effort import examples
 from tests.judge.intra_op import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
 from tests.judge.model import Judge, eliminated, enumerated
 from tests.judge.survey import survey
 
-GRAPHS, WITH_ILP = 120, 40
+GRAPHS, WITH_ILP = examples(160), examples(48)
 
 
 @pytest.fixture(scope="module")

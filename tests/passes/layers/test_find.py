@@ -18,6 +18,7 @@ from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
 from autopar.passes.remat import rewrite as remat
+from tests.effort import examples
 
 pytestmark = pytest.mark.core
 
@@ -152,7 +153,7 @@ def test_layers_cover_the_forward_pass_with_the_values_that_cross(letters: list[
         assert list(values) == crossing(graph, before)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(st.data())
 def test_rematerialised_programs_keep_their_layers(data: st.DataObject) -> None:
     """Whichever layers are rematerialised, and however irregularly."""

@@ -23,9 +23,10 @@ from autopar.passes.memory.min_memory import LEAST_MEMORY, least_memory
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.solver import backends as solvers
 from autopar.rules import rules_of
-from tests.passes.liveness import liveness
-from tests.passes.small_problems import dense_problems, layered, node, problems, random_problem
-from tests.passes.small_rows import (
+from tests.effort import examples
+from tests.passes.support.liveness import liveness
+from tests.passes.support.small_problems import dense_problems, layered, node, problems, random_problem
+from tests.passes.support.small_rows import (
     Points,
     all_peaks,
     brute_least,
@@ -83,7 +84,7 @@ def proven(problem: Problem, source: Points, budget: float, **how: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 6), share=st.floats(0, 1))
 def test_equals_brute_force(way: str, problem: Problem, seed: int, points: int, share: float) -> None:
     source = random_points(problem, seed, points, shown=seed % 3)
@@ -252,7 +253,8 @@ def test_without_a_solver_the_ascent_still_answers(monkeypatch: pytest.MonkeyPat
 
 def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from tests.passes.small_problems import random_problem; from tests.passes.small_rows import random_points; "
+        "from tests.passes.support.small_problems import random_problem; "
+        "from tests.passes.support.small_rows import random_points; "
         "from autopar.passes.memory.budget import optimize_within; p = random_problem(9, 7, 16); "
         "print(optimize_within(p, random_points(p, 9, 4), 50.0).assignment.tolist())"
     )

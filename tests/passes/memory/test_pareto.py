@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from autopar.ir.problem import Problem
 from autopar.passes.memory.min_memory import least_memory
 from autopar.passes.memory.pareto import front
-from tests.passes.small_problems import layered, problems, random_problem
-from tests.passes.small_rows import Points, all_peaks, layered_points, random_points
+from tests.passes.support.small_problems import layered, problems, random_problem
+from tests.passes.support.small_rows import Points, all_peaks, layered_points, random_points
 
 pytestmark = pytest.mark.core
 

@@ -25,8 +25,8 @@ from autopar.passes.memory.presolve import (
     presolve,
 )
 from autopar.passes.solver import backends as solvers
-from tests.passes.small_problems import all_values, dense_problems, edge, layered, node, problems
-from tests.passes.small_rows import Points, all_peaks, brute_within, layered_points, random_points
+from tests.passes.support.small_problems import all_values, dense_problems, edge, layered, node, problems
+from tests.passes.support.small_rows import Points, all_peaks, brute_within, layered_points, random_points
 
 pytestmark = pytest.mark.core
 HOWS: tuple[SymmetryReduction, ...] = ("none", "tie", "bound")

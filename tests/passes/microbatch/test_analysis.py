@@ -21,14 +21,14 @@ from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.microbatch.loop import StepPrograms, join_blocks, slice_block, split_step
 from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.zoo import TOYS, build
+from tests.effort import sample
 from tests.passes.microbatch import batch_programs as programs
 
 #: Zoo models whose examples depend on each other.
 COUPLED = ("wresnet-toy", "resnet-toy", "clip-toy")
 COUNT = 4
-#: One layer shows what several do.
-SHORT_ONES = ("gpt-toy", "gpt-toy-remat", "gpt-toy-tied", "llama3-toy", "vit-toy", "flax-nnx-toy")
-SHORT = {target: {"layers": 1} for target in SHORT_ONES}
+#: One layer shows what several do; these have no such option, or alternate between two kinds.
+AS_LONG = ("moe-toy", "unet-toy", "wresnet-toy", "resnet-toy")
 
 jit = partial(jax.jit, compiler_options=dict(jax_compat.quick_compilation()))
 
@@ -74,9 +74,26 @@ def test_step_in_microbatches_is_the_step(name: str) -> None:
     assert_close(*jit(lambda *args: (divided(*args), step(*args)))(*args))
 
 
-@pytest.mark.parametrize("target", [t for t in TOYS if t not in COUPLED])
+UNCOUPLED = [t for t in TOYS if t not in COUPLED]
+
+
+@pytest.mark.parametrize("target", UNCOUPLED)
+def test_zoo_model_falls_into_microbatches(target: str) -> None:
+    model = zoo_model(target)
+    assert split(trace(model.step, *model.abstract_args()).graph, COUNT).loop_share >= 0.99
+
+
+def zoo_model(target: str, **options: Any) -> Any:
+    return build(target, **options, **({} if target in AS_LONG else {"layers": 1}))
+
+
+#: A loop over layers, tied weights, grouped queries, two sweeps over the microbatches, recurrence, convolutions.
+COMPUTED = ("gpt-toy-scan-remat", "gpt-toy-tied", "llama3-toy", "moe-toy", "rnn-toy", "vit-toy")
+
+
+@pytest.mark.parametrize("target", sample(UNCOUPLED, COMPUTED))
 def test_zoo_model_in_microbatches_is_the_model(target: str) -> None:
-    model = build(target, dtype="float64", **SHORT.get(target, {}))
+    model = zoo_model(target, dtype="float64")
     args = jit(model.init)(jax.random.key(0)), model.make_batch(jax.random.key(1))
     divided = split_step(trace(model.step, *args), COUNT)
     assert divided.split.loop_share >= 0.99

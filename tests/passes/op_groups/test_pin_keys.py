@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.bench.equal.case import dear
 from autopar.errors import PinError
-from autopar.ir.roles import owned_parameter
 from autopar.ir.trace import trace
+from autopar.ir.train_state import owned_parameter
 from autopar.passes.op_groups.pin_keys import Pinnable, matches, values_at
 from tests.programs.real_programs import array
 

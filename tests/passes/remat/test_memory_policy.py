@@ -17,6 +17,7 @@ from autopar.ir.problem import Problem
 from autopar.passes.remat import memory_policy
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.plan import Plan
+from tests.effort import examples
 
 MODEL = zoo.build("mlp-toy", layers=1, batch=64)
 CLUSTER = Cluster.preset("dgx-h100")
@@ -48,7 +49,7 @@ def test_less_memory_costs_time() -> None:
     assert least.solver_status == "least-memory"
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.floats(0.0, 1.0))
 def test_no_plan_exceeds_its_budget(free: Plan, least: Plan, share: float) -> None:
     budget = math.ceil(peak(least) + share * (peak(free) - peak(least)))

@@ -18,6 +18,7 @@ from autopar.ir.graph import Graph, Op, Region, verify
 from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.trace import trace
 from autopar.passes.remat import rewrite as remat
+from tests.effort import sample
 
 BARRIERS: dict[str, str | bool] = {
     "xla_disable_hlo_passes": "cse_barrier_expander"
@@ -143,9 +144,10 @@ def program(name: str) -> Graph:
 
 #: Toys of a single layer: there is nothing to drop.
 LEAN = ("flax-linen-toy",)
+KEPT = ("mlp-toy", "gpt-toy-scan", "gpt-toy-tied", "moe-toy", "wresnet-toy", "unet-toy", "t5-toy", "flax-linen-toy")
 
 
-@pytest.mark.parametrize("name", [*zoo.TOYS, *OWN])
+@pytest.mark.parametrize("name", sample([*zoo.TOYS, *OWN], [*KEPT, *OWN]))
 def test_recomputed_programs_do_the_same_operations_on_the_same_operands(name: str) -> None:
     graph = program(name)
     numbering = Numbering()

@@ -11,7 +11,7 @@ from autopar.ir.problem import Problem, absorb_loops
 from autopar.passes.solver.contraction import ContractionEffort, contract, min_plus
 from autopar.passes.solver.dual_ascent import ascend
 from autopar.passes.solver.symmetry import fold
-from tests.passes.small_problems import all_values, brute, edge, frustrated, layered, node, problems
+from tests.passes.support.small_problems import all_values, brute, edge, frustrated, layered, node, problems
 
 FREE = [[0.0, 1.0], [1.0, 0.0]]
 

@@ -10,7 +10,7 @@ from autopar.errors import SolverError
 from autopar.ir.problem import Problem, absorb_loops, check
 from autopar.passes.solver import dead_end
 from autopar.passes.solver.dead_end import DeadEndEffort, eliminate
-from tests.passes.small_problems import brute, dense_problems, edge, layered, node, problems
+from tests.passes.support.small_problems import brute, dense_problems, edge, layered, node, problems
 
 INF = float("inf")
 

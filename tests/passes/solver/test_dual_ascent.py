@@ -14,7 +14,16 @@ from autopar.ir.problem import Problem, absorb_loops, by_strategy
 from autopar.passes.solver.dead_end import eliminate
 from autopar.passes.solver.dual_ascent import AscentEffort, ascend, reparametrise
 from autopar.passes.solver.symmetry import fold
-from tests.passes.small_problems import all_values, brute, dense_problems, edge, frustrated, layered, node, problems
+from tests.passes.support.small_problems import (
+    all_values,
+    brute,
+    dense_problems,
+    edge,
+    frustrated,
+    layered,
+    node,
+    problems,
+)
 
 FREE = [[0.0, 1.0], [1.0, 0.0]]
 

@@ -11,7 +11,15 @@ from autopar.ir.problem import Problem, absorb_loops
 from autopar.passes.solver import elimination
 from autopar.passes.solver.dead_end import eliminate
 from autopar.passes.solver.dual_ascent import AscentEffort, ascend
-from tests.passes.small_problems import all_values, brute, dense_problems, edge, frustrated, node, random_problem
+from tests.passes.support.small_problems import (
+    all_values,
+    brute,
+    dense_problems,
+    edge,
+    frustrated,
+    node,
+    random_problem,
+)
 
 pytestmark = pytest.mark.core
 WIDE = 10_000

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from autopar.ir.problem import Edge, Node, Problem, absorb_loops
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
-from tests.passes.small_problems import brute, edge, frustrated, node, problems, random_problem
+from tests.passes.support.small_problems import brute, edge, frustrated, node, problems, random_problem
 
 pytestmark = pytest.mark.core
 INF = float("inf")

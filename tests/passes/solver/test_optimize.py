@@ -18,7 +18,7 @@ from autopar.ir.problem import Problem
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import elimination
 from autopar.passes.solver.optimize import OptimizerEffort, Solution, bound, finish, optimize
-from tests.passes.small_problems import (
+from tests.passes.support.small_problems import (
     brute,
     dense_problems,
     edge,
@@ -284,7 +284,7 @@ def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds() -> None:
 
 def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from tests.passes.small_problems import layered; from autopar.passes.solver.optimize import optimize; "
+        "from tests.passes.support.small_problems import layered; from autopar.passes.solver.optimize import optimize; "
         "print(optimize(layered(4, 5, 1)).assignment.tolist())"
     )
     printed_twice(code)

@@ -11,7 +11,7 @@ from autopar.ir.problem import Problem
 from autopar.passes.solver.dual_ascent import ascend
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.solver.symmetry import Folded, fold, identity
-from tests.passes.small_problems import brute, edge, layered, node, problems, twisted_ring
+from tests.passes.support.small_problems import brute, edge, layered, node, problems, twisted_ring
 
 
 def shape(folded: Folded) -> str:

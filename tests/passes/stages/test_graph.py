@@ -22,6 +22,7 @@ from autopar.passes.stages.divide import PASS_KINDS, Stages, divide
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.passes.stages.isomorphism import canonical_form, renamed
 from autopar.zoo import build as zoo
+from tests.effort import sample
 
 COUNT = 4
 
@@ -66,9 +67,10 @@ def without_scopes(graph: Graph) -> str:
 
 #: Model -> pairs of isomorphic stages, of four. Experts run on blocks by bodies of their own.
 ISOMORPHIC = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2, "llama3-toy": 2}
+KEPT = ("gpt-toy-tied", "moe-toy", "llama3-toy")
 
 
-@pytest.mark.parametrize("name", ISOMORPHIC)
+@pytest.mark.parametrize("name", sample(ISOMORPHIC, KEPT))
 def test_the_graph_of_an_isomorphic_stage_is_the_traced_one_renamed(name: str) -> None:
     stages, graphs, traced = staged(name, 4, layers=6)
     programs = StepPrograms(stages.split)

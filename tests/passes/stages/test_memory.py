@@ -21,6 +21,7 @@ from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.plan import MemoryLimit, StageProblem
 from autopar.rules import rules_of
+from tests.effort import examples
 from tests.judge.budget_milp import within
 from tests.passes.stages.test_graph import COUNT, staged
 
@@ -81,7 +82,7 @@ def test_bytes_by_kind_are_those_of_the_layouts(name: str, number: int) -> None:
         assert memory.peak(3) - memory.peak(2) in (0.0, pytest.approx(memory.stash))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=examples(12), deadline=None, derandomize=True)
 @given(st.integers(0, 1), st.sampled_from([1, COUNT]), st.floats(0.0, 1.0), st.sampled_from([1e-9, 1e-7]))
 def test_plans_within_a_limit_are_optimal(number: int, in_flight: int, share: float, beta: float) -> None:
     """The objective and the bound against HiGHS on the problem as it is written, over all memory rows."""

@@ -22,6 +22,7 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan, from_json
+from tests.effort import examples
 
 CLUSTER = Cluster.preset("dgx-h100")
 OPTIONS: dict[str, Any] = {"mesh": (8,), "cluster": CLUSTER, "stages": 2, "num_microbatches": 2}
@@ -201,7 +202,7 @@ def test_more_than_host_memory_is_not_chosen() -> None:
     assert planned(cluster=small, memory_budget="min").offloaded == ()
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4), deadline=None, derandomize=True)
 @given(share=st.floats(0, 1))
 def test_no_budget_is_exceeded_and_offload_never_makes_a_plan_slower(share: float) -> None:
     smallest = least("auto").peak_memory_bytes

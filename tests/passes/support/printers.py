@@ -32,7 +32,7 @@ from autopar.passes.solver.symmetry import fold
 from autopar.passes.stages.divide import divide
 from autopar.rules import rules_of
 
-CASES = Path(__file__).parent / "cases"
+CASES = Path(__file__).parent.parent / "cases"
 AXES = "xyz"
 
 

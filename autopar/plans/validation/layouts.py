@@ -24,10 +24,10 @@ from autopar.ir.layout import PARTIAL, Layout, cuts, partial_axes, replicated
 from autopar.passes.op_groups import unreduced
 from autopar.passes.op_groups.strategies import MOST_PADDING
 from autopar.passes.remat.offload import offloadable
-from autopar.plans.checks import Complaints, check_all, misfit, unlike
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
-from autopar.plans.schema import FieldError, shown
+from autopar.plans.validation.consistency import Complaints, check_all, misfit, unlike
+from autopar.plans.validation.schema import FieldError, shown
 from autopar.rules import Rule, rules_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.ir.reachable import reaches
+from autopar.ir.side_effects import reaches
 
 KEPT = object()
 HOLDER: dict[str, Any] = {"list": [(1, KEPT)]}

@@ -1,7 +1,7 @@
 """Whether a plan contradicts itself: what its types do not say, checked wherever a plan is read.
 
 `CHECKS` are data, each a generator of complaints that name a field and what was expected there. That a plan fits a
-function is another question (`autopar.plans.plan.check_matches`, `autopar.plans.layout_checks`).
+function is another question (`autopar.plans.plan.check_matches`, `autopar.plans.validation.layouts`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.ir.collective import WIRE_FRACTION
 from autopar.ir.layout import Layout, cuts
 from autopar.passes.remat.rewrite import POLICIES
 from autopar.plans.forms import FORMS
-from autopar.plans.schema import FieldError, shown
+from autopar.plans.validation.schema import FieldError, shown
 from autopar.schedules import SCHEDULES
 
 if TYPE_CHECKING:

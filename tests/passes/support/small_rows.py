@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Floats, Ints, Problem
-from tests.passes.small_problems import all_values
+from tests.passes.support.small_problems import all_values
 
 
 class Points:
