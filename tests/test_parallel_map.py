@@ -10,6 +10,7 @@ import pytest
 
 from autopar import jax_compat, parallel_map
 from tests import processes
+from tests.effort import sample
 
 SCRIPT = """
 import json, os
@@ -93,8 +94,9 @@ four = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e1
 pipeline = plan(model.step, *model.abstract_args(), cluster=replace(four, hosts=2, devices_per_host=2))
 print(len(pipeline.stages), pipeline.lower_bound_s, replace(pipeline, phases={}).to_json())
 """
-    printed = [with_workers(number, script) for number in (1, 2, 4)]
-    assert printed[0] == printed[1] == printed[2] != ""
+    printed = {with_workers(number, script) for number in sample((1, 2, 4), (1, 4))}
+    assert len(printed) == 1
+    assert printed != {""}
 
 
 def test_a_number_of_processes_that_is_none() -> None:
@@ -132,6 +134,7 @@ print(found == [(n, [0, 1, 4], here) for n in range(3)], parallel_map.in_this_pr
 def test_an_exception_in_step_is_raised_while_others_wait(late: bool) -> None:
     script = """
 from autopar import parallel_map
+from tests.effort import sample
 def fails(n):
     values = yield 1 / (n or late)
     return 1 / n

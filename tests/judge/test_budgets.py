@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.effort import sample
 from tests.judge.budget_milp import within
 from tests.judge.budgets import ROUNDING, Verdict, case, judged, summary
 from tests.passes.support.small_problems import random_problem
@@ -15,7 +16,7 @@ from tests.passes.support.small_rows import all_peaks, brute_within, random_poin
 SEEDS = (1, 2, 3, 7)  # a toy and random programs of at most 300 strategies
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", sample(SEEDS, SEEDS[:2]))
 def test_certificates_hold_against_highs(seed: int) -> None:
     drawn = case(seed)
     assert drawn is not None

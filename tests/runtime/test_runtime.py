@@ -110,19 +110,19 @@ def test_three_steps_are_those_of_one_device(
         assert_close(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "sizes"),
-    [
-        ("global norm", "zb-h1", (2, 2)),
-        ("metrics", "1f1b", (1, 3)),
-        ("dropout", "gpipe", (2, 2)),
-        ("mask by position", "1f1b", (4, 4)),
-        ("lamb", "1f1b", (1, 1)),
-        ("scan", "1f1b", (2, 2)),
-        ("evaluation", "inference", (2, 2)),
-        ("balanced experts in every layer", "zb-h1", (2, 2)),
-    ],
-)
+KINDS = [
+    ("global norm", "zb-h1", (2, 2)),
+    ("metrics", "1f1b", (1, 3)),
+    ("dropout", "gpipe", (2, 2)),
+    ("mask by position", "1f1b", (4, 4)),
+    ("lamb", "1f1b", (1, 1)),
+    ("scan", "1f1b", (2, 2)),
+    ("evaluation", "inference", (2, 2)),
+    ("balanced experts in every layer", "zb-h1", (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "schedule", "sizes"), sample(KINDS, [KINDS[i] for i in (1, 2, 4, 6, 7)]))
 def test_steps_of_all_kinds_are_those_of_one_device(name: str, schedule: str, sizes: Any) -> None:
     function = programs.EXACT[name]
     args = programs.arguments(name, function)

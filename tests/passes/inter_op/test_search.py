@@ -46,7 +46,7 @@ from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.plan import StageProblem
 from autopar.schedules import SCHEDULES, Size, make
-from tests.effort import sample
+from tests.effort import examples, sample
 
 
 def traced(name: str, **sizes: Any) -> Traced:
@@ -297,7 +297,7 @@ def test_a_schedule_repeats_itself_after_a_while(name: str, less: float) -> None
     """What eager 1F1B has in flight beyond need hides a slow stage at first: up to two passes of each stage."""
     rng = np.random.default_rng(3)
     links = {pair: 0.2 for s in range(3) for pair in ((s, s + 1), (s + 1, s))}
-    for _ in range(20):
+    for _ in range(examples(20)):
         forward, backward = (tuple(rng.uniform(1, 3, 4)) for _ in range(2))
         prices = Prices(forward, backward, update=(1.0,) * 4, transfer=links)
         for count in (8, 64, 65, 300):

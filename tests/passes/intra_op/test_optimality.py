@@ -21,7 +21,7 @@ from autopar.ir.trace import Traced, trace
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.one_mesh import Planned, make_plan
-from tests.effort import examples
+from tests.effort import examples, sample
 from tests.judge.intra_op import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
 from tests.judge.model import Judge, eliminated, enumerated
 from tests.judge.survey import survey
@@ -133,7 +133,7 @@ def _option(judge: Judge, name: str, wanted: Callable[[Any], bool]) -> int:
 MODELS = ("mlp-toy", "gpt-toy-scan-remat", "moe-toy", "wresnet-toy", "rnn-toy", "flax-linen-toy")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sample(MODELS, ["mlp-toy", "gpt-toy-scan-remat", "wresnet-toy"]))
 def test_the_judge_agrees_on_the_price_of_a_model(name: str) -> None:
     ((_, ours, theirs),) = zoo_prices([name])
     assert theirs == pytest.approx(ours, rel=ROUNDING)

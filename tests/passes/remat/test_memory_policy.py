@@ -41,6 +41,7 @@ def peak(plan: Plan) -> int:
     return plan.stages[0].peak_memory_bytes
 
 
+@pytest.mark.exhaustive
 def test_less_memory_costs_time() -> None:
     free, least = planned(None, (2, 4)), planned("min", (2, 4))
     middle = planned((peak(free) + peak(least)) / 2, (2, 4))

@@ -18,6 +18,7 @@ from autopar.ir.problem import Problem
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import elimination
 from autopar.passes.solver.optimize import OptimizerEffort, Solution, bound, finish, optimize
+from tests.effort import sample
 from tests.passes.support.small_problems import (
     brute,
     dense_problems,
@@ -104,7 +105,7 @@ def test_certificate_and_solvers_agree(solver: str, presolve: bool, seed: int) -
     assert solution.rows > 0 or solution.variables == 0 or presolve
 
 
-@pytest.mark.parametrize("name", FRACTIONAL)
+@pytest.mark.parametrize("name", sample(FRACTIONAL, FRACTIONAL[::4]))
 def test_where_the_bounds_do_not_meet_elimination_decides(name: str) -> None:
     problem = frustrated(name)
     solution = optimize(problem)
@@ -113,7 +114,7 @@ def test_where_the_bounds_do_not_meet_elimination_decides(name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_elimination")
-@pytest.mark.parametrize("name", FRACTIONAL)
+@pytest.mark.parametrize("name", sample(FRACTIONAL, FRACTIONAL[::4]))
 def test_where_the_bounds_do_not_meet_the_ilp_decides(name: str) -> None:
     problem = frustrated(name)
     solution = optimize(problem)

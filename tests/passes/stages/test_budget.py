@@ -17,6 +17,7 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import AutoparWarning, MemoryBudgetError
 from autopar.hardware.cluster import Cluster
+from tests.effort import sample
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 MODEL = zoo.build("mlp-toy", layers=4, batch=64)
@@ -35,7 +36,7 @@ def least(schedule: Schedule) -> MemoryBudgetError:
     return refused.value
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", sample(["gpipe", "1f1b", "interleaved-1f1b"], ["1f1b", "interleaved-1f1b"]))
 def test_the_smallest_budget_that_an_error_names_is_met(schedule: Schedule) -> None:
     error, free = least(schedule), plan(schedule)
     assert 0 < error.bound_bytes <= error.least_bytes < free.peak_memory_bytes
