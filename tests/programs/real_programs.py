@@ -27,8 +27,8 @@ def array(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
     """Fixed values between -1 and 1, or small integers."""
     rng = np.random.default_rng([seed, *shape])
     if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.asarray(rng.integers(0, 7, shape), dtype)
-    return jnp.asarray(rng.uniform(-1, 1, shape), dtype)
+        return jnp.asarray(rng.integers(0, 7, shape).astype(dtype))
+    return jnp.asarray(rng.uniform(-1, 1, shape).astype(dtype))
 
 
 def sgd(params: Any, grads: Any, rate: Any = 0.1) -> Any:
