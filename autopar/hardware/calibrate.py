@@ -132,6 +132,7 @@ def _solve(model: Callable[[Floats], Floats], seconds: Floats, start: Sequence[f
     def residuals(logs: Floats) -> Floats:
         return np.log(model(np.exp(logs))) - np.log(seconds)
 
+    # Beyond 20% of difference (0.2 in logarithms) a sample counts linearly instead of by its square.
     return np.exp(least_squares(residuals, np.log(np.asarray(start)), loss="soft_l1", f_scale=0.2).x)
 
 
@@ -151,6 +152,8 @@ def _compute(
         return p[0] + np.concatenate([2 * (extents + p[2:5]).prod(1) / p[5:][which], nbytes / p[1]])
 
     fastest = [max(2 * extents[which == d].prod(1) / there[which == d]) for d in range(len(dtypes))]
+    # The fit starts from what the samples show: half of the shortest time as overhead, the best bandwidth seen, half
+    # rates at an extent of one vector, and the best rate seen of each type.
     parameters = _solve(model, seconds, [max(min(seconds) / 2, 1e-9), max(nbytes / passed), 8.0, 8.0, 8.0, *fastest])
     rates = dict(zip(dtypes, map(float, parameters[5:]), strict=True))
     scale = rates[dtypes[0]] / base.peak(dtypes[0])
@@ -174,6 +177,7 @@ def _link(samples: Mapping[Message, float], base: Cluster, device: Device) -> tu
         lines = {(kind, n): one_level(_run(kind, device), Level(n, link)) for kind, n in kinds}
         return np.array([min(a + b * s.nbytes for a, b in lines[s.kind, s.group]) for s in samples])
 
+    # Logarithms of the parameters are fitted, so that none may start from zero.
     parameters = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
     link = replace(base.intra, alpha=float(parameters[0]), beta=float(parameters[1]))
     return link, _fits(samples, seconds, model(parameters))

@@ -31,6 +31,7 @@ def physical_memory() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
+        # that of a small laptop: a budget that is too small costs time, one that is too large the step
         return 8 * 2**30
 
 

@@ -34,8 +34,11 @@ from autopar.hardware.calibrate import Calibration, Measured, Message, Product, 
 if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
 
+# Operations in a row of one program; a program that ends within `SOON` is replaced by a longer one, whose call and
+# timer weigh less.
 SHORT, LONG = 6, 48
 SOON = 1e-2  # s
+# The least of so many rounds counts: others share the machine, and nothing makes a run shorter than it takes.
 REPEATS = 15
 
 #: rows, columns, contracted extent; large, and narrow in one or two of the three.
@@ -43,6 +46,7 @@ EXTENTS = (
     (512, 512, 512), (1024, 256, 256), (64, 512, 512), (8, 512, 512), (512, 64, 512), (512, 8, 512), (512, 512, 64),
     (1024, 512, 8), (128, 128, 128), (64, 64, 64), (2048, 16, 64), (2048, 64, 16), (4096, 128, 128), (128, 128, 2048),
 )  # fmt: skip
+# From what a core keeps in its cache to what none does.
 STREAM_BYTES = (2**18, 2**20, 2**22, 2**24)
 MESSAGE_BYTES = (2**10, 2**14, 2**18, 2**20, 2**22)
 GROUP_BYTES = (2**10, 2**18, 2**22)  # the same among devices of smaller groups

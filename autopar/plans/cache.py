@@ -35,6 +35,7 @@ from autopar.plans.validation.schema import parsed
 from autopar.version import VERSION
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
+# Plans of toys take 40 kB, of the largest pipelines some MB: the number binds for the first, the bytes for the others.
 MAX_FILES = 256
 MAX_BYTES = 512 * 2**20
 

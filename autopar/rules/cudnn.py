@@ -65,10 +65,12 @@ def obstacles(name: str, params: Params, operands: Sequence[Shape]) -> Mapping[s
         whole = "its dropout depends on the place in the kernel's operands"
     elif params.get("score_mod") is not None:
         whole = "a function of its scores is not analysed"
+    # Operands 8 and 9 are the page tables of keys and values; those that are not used have one dimension.
     elif not _is_fp8(name) and any(len(operands[i]) == 4 for i in (8, 9)):
         whole = "its keys and values are paged"
     if whole:
         return {"b": whole, "n": whole}
+    # Operand 6 has the offsets of queries: one row per example if several sequences are packed into each.
     if not _is_fp8(name) and len(operands[6]) == 2:
         return {"b": "its sequences are packed across the batch"}
     return {}

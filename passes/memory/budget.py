@@ -149,6 +149,7 @@ def optimize_within(
     """
     if np.isnan(budget):
         raise ArgumentError(f"budget={budget!r} must be a number of bytes")
+    # The solution without a budget comes first: it may fit, and its cost bounds that of every plan from below.
     begin = time.monotonic()
     if free is None:
         free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
@@ -175,6 +176,17 @@ def optimize_within(
         return _forced(state, free, solver, begin)
     if not least:
         state.effort = replace(state.effort, relaxations=effort.relaxations)
+    _search_twice(state, free, cutoff, ceiling, least)
+    # The ILP knows no cutoff: a search that others may still beat is not worth its time.
+    exact = not np.isfinite(cutoff) and _small(free, effort)
+    return _closed_by_ilp(state, free, begin, effort) if exact else _found(state, free, begin)
+
+
+def _search_twice(state: SearchState, free: Solution, cutoff: float, ceiling: float, least: bool) -> None:
+    """Search for a plan below `cutoff` (s), and again from the plan with the least peak if the first search has none.
+
+    Raises Infeasible and Pruned as `optimize_within`, whose arguments these are.
+    """
     if state.seconds >= cutoff:
         state.forget_plan()
     if state.plan is None:
@@ -183,18 +195,17 @@ def optimize_within(
         search(state)
     if np.isfinite(cutoff) and state.plan is None and (not least or state.late or _is_hopeless(state)):
         raise Pruned(state.lower)
+    # A bound at the cutoff proves that no plan below it fits, and the least peak need not be known.
     if state.plan is None and state.lower < cutoff:
         smallest_plan = _least(state, free)
         state.add_rows(smallest_plan.rows)
-        if smallest_plan.peak_bytes > budget and not np.isfinite(cutoff):
+        if smallest_plan.peak_bytes > state.budget and not np.isfinite(cutoff):
             raise Infeasible(smallest_plan)
         state.submit(smallest_plan.assignment)
         state.start_plans.append(smallest_plan.assignment)
         search(state)
     if state.seconds >= cutoff:
         raise Pruned(state.lower)
-    exact = not np.isfinite(cutoff) and _small(free, effort)
-    return _closed_by_ilp(state, free, begin, effort) if exact else _found(state, free, begin)
 
 
 def _search_below(state: SearchState, limit: float) -> None:
@@ -287,6 +298,7 @@ def _by_ilp(
         answer = ilp.solve(
             constrained.problem,
             solver,
+            # a solver that is given no time at all may end without a bound
             time_limit=min(max(state.left, 0.1), longest),
             upper=upper,
             cutoff=True,

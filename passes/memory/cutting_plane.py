@@ -114,7 +114,9 @@ def _entering(reduced: Floats, scale: float, first: bool) -> int:
 def _leaving(values: Floats, direction: Floats, basis: list[int]) -> int:
     """The position in the basis that reaches zero first (ratio test); of several, the one with the lowest column."""
     ratios = np.full(len(values), np.inf)
+    # What is zero but for rounding must not divide: the ratio test would leave the basis singular.
     falls = direction > 1e-12 * max(1.0, float(np.abs(direction).max()))
     ratios[falls] = np.maximum(values[falls], 0.0) / direction[falls]
+    # Of equal ratios the lowest column leaves (Bland, 1977), so that the simplex method cannot cycle.
     ties = np.flatnonzero(ratios <= ratios.min() + 1e-15)
     return int(min(ties, key=lambda i: basis[i]))

@@ -126,6 +126,7 @@ def _filled_greedily(items: _Items, weight: Floats, chosen: Ints, usage: Floats,
     while True:
         gain = items.seconds - items.seconds[every, chosen][:, None]
         change = items.usage - items.usage[every, chosen][:, None]
+        # a gain of rounding alone would be taken and given back for ever
         able = (gain < -1e-15) & (usage + change <= budget).all(axis=2)
         if not able.any():
             return chosen

@@ -68,6 +68,7 @@ from autopar.passes.microbatch.table import invariant_results
 MIN_LOOP_SHARE = 0.99
 #: Limit on values that are computed from the whole batch before the loop: bytes per byte of the batch, plus bytes.
 HOISTED_BYTES_PER_BATCH_BYTE = 16.0
+# Masks and tables of positions of a small batch are larger than 16 times the batch, and small all the same.
 HOISTED_BYTES_FREE = 1 << 16
 #: Largest number of arguments that a refusal names.
 MAX_NAMES = 6

@@ -578,6 +578,7 @@ def _random_bits(op: Op, operands: Sequence[Any], state: Split, count: int, inde
         low += position * jnp.uint32(math.prod(shape[dim + 1 :]))
     first, second = jax.random.key_data(operands[0])
     words = threefry2x32_p.bind(first, second, jnp.zeros_like(low), low)
+    # As `jax.random.bits` has it: both words side by side for 64 bits, their exclusive or for fewer.
     bits = getattr(jnp, f"uint{width}")
     return words[0].astype(bits) << 32 | words[1].astype(bits) if width == 64 else (words[0] ^ words[1]).astype(bits)
 

@@ -155,6 +155,7 @@ def _random_bits(graph: Graph, operands: Operands, state: Split) -> RuleResult |
     """Bits of one key, by counter. More than 2^32 bits would need counters of 64 bits."""
     (key,) = operands.op.inputs
     by_counter = jax_compat.hashes_keys(graph.type_of(key).dtype)
+    # `_random_bits` of `loop` counts elements in the low word of the counter alone.
     if operands.shapes[0] or not by_counter or graph.types[operands.op.outputs[0]].size >= 1 << 32:
         return None
     return RuleResult((state,), result_block=state)

@@ -57,6 +57,7 @@ def _answer(solver: highspy.Highs, status: str, gap: float) -> dict[str, object]
     names = solver.getLp().col_names_
     values = {n: x for n, x in zip(names, solver.getSolution().col_value, strict=True) if x} if solved else {}
     bound = info.mip_dual_bound if mip else info.objective_function_value
+    # without a bound HiGHS reports infinity, as a number near the largest
     proven = (status == "optimal" or (status == "time-limit" and mip)) and abs(bound) < 1e300
     if status == "optimal" and gap > 0 and info.objective_function_value - bound > PROVEN * max(1.0, abs(bound)):
         status = "near-optimal"

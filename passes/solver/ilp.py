@@ -157,6 +157,7 @@ def _trimmed(problem: Problem, stake: float) -> Problem:
     """The problem in which entries that exceed the minimum of their array by more than `stake` (s) are forbidden."""
     if not np.isfinite(stake):
         return problem
+    # The margin keeps a plan of just this cost, which rounding may have put above it.
     most = stake + 1e-6 * abs(stake)
     nodes = tuple(replace(n, cost=_capped(n.cost, most)) for n in problem.nodes)
     return Problem(nodes, tuple(replace(e, table=_capped(e.table, most)) for e in problem.edges))

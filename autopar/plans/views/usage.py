@@ -66,6 +66,7 @@ class TimeUse(ShownAsText):
 
     def _share(self, t: float) -> str:
         share = t / self.step_time_s if self.step_time_s else 0.0
+        # less would be shown as 0.0%
         return f"{seconds(t)} {share:.1%}" if abs(share) >= 5e-4 else "-"
 
 
