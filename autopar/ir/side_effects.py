@@ -6,7 +6,7 @@ while tracing, instead of at every step. Refused are
 
     a value written into an argument, on which no result depends    -> first_unused
     an attribute of an object that is set to another value          -> changed_attribute
-    a value kept in an object that the step reaches otherwise       -> reaches
+    a value kept in an object that the step reaches otherwise       -> find
 
 A function reaches its closure, its defaults and the globals that its code names; a method its object; a class its
 attributes; an object its attributes and the elements of a container. Functions and classes of installed packages are
@@ -83,9 +83,9 @@ def first_unused(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> Any:
     return next((v for v in values if isinstance(v, jex.Var) and v in computed and v not in used), None)
 
 
-def reaches(root: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether `root` reaches an object for which `wanted` is true."""
-    return any(map(wanted, itertools.islice(_reachable(root), MAX_OBJECTS)))
+def find(root: Any, wanted: Callable[[Any], bool]) -> Any:
+    """The nearest object that `root` reaches for which `wanted` is true; None if there is none."""
+    return next(filter(wanted, itertools.islice(_reachable(root), MAX_OBJECTS)), None)
 
 
 def _reachable(root: Any) -> Iterator[Any]:

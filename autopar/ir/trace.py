@@ -27,7 +27,6 @@ from autopar.ir.arguments import flatten
 from autopar.ir.graph import Graph, Op
 from autopar.ir.jaxpr import build_graph
 from autopar.ir.op_sets import ATTENTION
-from autopar.ir.side_effects import reaches
 from autopar.ir.simplify import simplified
 
 
@@ -271,7 +270,7 @@ def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[
                 f"{name} uses a traced {jax.typeof(value).str_short()} that is no argument of it: it was kept from an "
                 "earlier trace, or belongs to a function around it. Pass it as an argument."
             )
-    leak = jax_compat.leaked_value(trace, partial(reaches, fn))
+    leak = jax_compat.leaked_value(trace, partial(side_effects.find, fn))
     if leak is not None:
         type_, line = leak
         raise TraceError(

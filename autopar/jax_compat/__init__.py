@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import os
 import sys
@@ -313,40 +312,32 @@ def current_trace() -> Callable[[], Any]:
     return weakref.ref(jax_core.trace_ctx.trace)
 
 
-def leaked_value(trace: Callable[[], Any], holds: Callable[[Callable[[Any], bool]], bool]) -> tuple[str, str] | None:
+def leaked_value(trace: Callable[[], Any], find: Callable[[Callable[[Any], bool]], Any]) -> tuple[str, str] | None:
     """(type, "file:line") of a traced value that is kept after its trace has ended; None if none is.
 
-    `holds` says whether what may not keep one reaches an object that a predicate is true of. What only caches of
-    libraries keep is no leak.
+    Args:
+        trace: the weak reference to the trace.
+        find: the nearest object, of those that may not keep a traced value, for which a predicate is true, or None.
 
-    JAX's own leak check collects garbage after every inner trace; this looks once, and only where the trace is alive.
-    The line is empty for an argument. Tried on 0.10.2 and 0.12.0.
+    JAX's own leak check collects garbage after every inner trace. This looks once, and only where the trace is still
+    there: that is so as well where a cycle or a cache of a library keeps it, which is no leak. The line is empty for an
+    argument. Tried on 0.10.2 and 0.12.0.
     """
-    if not _tracers_of(trace()):
+    ended = trace()
+    if ended is None:
         return None
-    gc.collect()  # values in cycles do not count
-    tracers = _tracers_of(trace())
-    if not tracers or not holds(lambda x: any(x is tracer for tracer in tracers)):
+    tracer = find(lambda x: is_tracer(x) and hasattr(x, "_line_info") and _is_inside(x._trace, ended))
+    if tracer is None:
         return None
-    parents = [t for tracer in tracers for t in getattr(getattr(tracer, "parent", None), "in_tracers", ())]
-    last = [t for t in tracers if hasattr(t, "_line_info") and not any(t is p for p in parents)][-1:]
-    for tracer in last:
-        file, line = user_frame(tracer._line_info)
-        return tracer.aval.str_short(), f"{os.path.basename(file)}:{line}" if file else ""
-    return None
+    file, line = user_frame(tracer._line_info)
+    return tracer.aval.str_short(), f"{os.path.basename(file)}:{line}" if file else ""
 
 
-def _tracers_of(trace: Any) -> list[Any]:
-    """Traced values that hold a trace, or a trace inside it. Each level of traces is one pass over all objects."""
-    tracers: list[Any] = []
-    seen = dict[int, Any]()
-    level = {} if trace is None else {id(trace): trace}
-    while level:
-        seen.update(level)
-        holders = gc.get_referrers(*level.values())
-        tracers += (holder for holder in holders if isinstance(holder, jax_core.Tracer))
-        level = {id(h): h for h in holders if isinstance(h, jax_core.Trace) and id(h) not in seen}
-    return tracers
+def _is_inside(trace: Any, outer: Any) -> bool:
+    """Whether a trace is another one, or began while that was in force."""
+    while trace is not None and trace is not outer:
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def effect_names(jaxpr: jex.ClosedJaxpr) -> tuple[str, ...]:

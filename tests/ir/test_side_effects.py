@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.ir.side_effects import reaches
+from autopar.ir.side_effects import find
 
 KEPT = object()
 HOLDER: dict[str, Any] = {"list": [(1, KEPT)]}
@@ -63,9 +63,9 @@ NOT_FOUND: dict[str, Any] = {
 
 @pytest.mark.parametrize("root", FOUND.values(), ids=FOUND.keys())
 def test_reachable_values_are_found(root: Any) -> None:
-    assert reaches(root, lambda x: x is KEPT)
+    assert find(root, lambda x: x is KEPT) is KEPT
 
 
 @pytest.mark.parametrize("root", NOT_FOUND.values(), ids=NOT_FOUND.keys())
 def test_unreachable_values_are_not_found(root: Any) -> None:
-    assert not reaches(root, lambda x: x is KEPT)
+    assert find(root, lambda x: x is KEPT) is None
