@@ -24,6 +24,7 @@ from autopar.passes.mesh_search import planner as planning
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans.one_mesh import Planned, make_plan
+from tests.effort import sample
 from tests.programs.real_programs import PROGRAMS, array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
 
@@ -62,7 +63,7 @@ FUZZED = (
 )
 
 
-@pytest.mark.parametrize(("seed", "title"), list(enumerate(FUZZED)))
+@pytest.mark.parametrize(("seed", "title"), sample(enumerate(FUZZED), [*enumerate(FUZZED)][::2]))
 def test_any_plan_gives_the_same_numbers(title: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args = dict(PROGRAMS)[title]()
     monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.hardware.algorithms import ALGORITHMS, two_level_time
+from tests.effort import examples
 from tests.hardware.simulation import STEPS, Message, Outcome, pipelined_server, run, start, two_level
 
 ALPHA, BETA, GAMMA = 1e-5, 1e-9, 1e-10
@@ -37,7 +38,7 @@ def test_every_closed_form_is_simulated() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 @given(p=workers, chunk=chunks)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_closed_form_is_what_the_messages_cost(kind: str, name: str, p: int, chunk: int) -> None:
     algorithm, nbytes = ALGORITHMS[kind][name], p * chunk
     if not algorithm.runs_on(p):

@@ -64,9 +64,14 @@ def test_blocks_run_and_print_what_the_page_says(page: str) -> None:
         assert block[2] is None or text == block[2], block[1]
 
 
+@pytest.fixture(scope="module")
+def main() -> Any:
+    """The command line."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("command", sorted(set(commands())))
-def test_commands_of_pages_parse(command: str) -> None:
-    main: Any = typer.main.get_command(app)
+def test_commands_of_pages_parse(command: str, main: Any) -> None:
     arguments = shlex.split(command)[1:]
     while hasattr(main, "commands"):
         assert arguments[0] in main.commands

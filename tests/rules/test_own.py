@@ -25,6 +25,7 @@ from autopar.ir.trace import trace
 from autopar.rules import Rule, rules_of
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.verification import hlo
+from tests.effort import sample
 from tests.programs.real_programs import array
 from tests.programs.test_real_programs import values
 
@@ -124,8 +125,8 @@ def test_sharded_by_the_rule_results_are_the_same(title: str) -> None:
     mesh = jax_compat.auto_mesh(np.array(jax.devices()).reshape(SIZES), NAMES)
     for op, rule in operations(title):
         for factor in rule.free:
-            for axis, size in enumerate(SIZES):
-                if rule.sizes[factor] % size == 0:
+            for axis in sample(range(len(SIZES)), [len(SIZES) - 1]):
+                if rule.sizes[factor] % SIZES[axis] == 0:
                     _check(op, rule, factor, axis, mesh)
 
 

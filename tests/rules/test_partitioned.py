@@ -26,6 +26,7 @@ from autopar.ir.graph import Op
 from autopar.ir.trace import trace
 from autopar.rules import partitioned, registry, rules_of
 from autopar.rules.inherent import reason
+from tests.effort import sample
 
 pytestmark = pytest.mark.core
 
@@ -196,7 +197,7 @@ def bound(fn: Any, args: Sequence[Any], mesh_sizes: Sequence[int], axes: Mapping
     return list(jax.jit(local)(*arrays))
 
 
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("sizes", sample(MESHES, [(2, 4)]))
 @pytest.mark.parametrize("title", CUT)
 def test_every_way_to_cut_is_equal_to_the_whole(title: str, sizes: tuple[int, ...]) -> None:
     fn, args, _ = CUT[title]
@@ -397,7 +398,7 @@ WEIGHTS, BATCH = array(3, 32, 32) / 4, array(16, 32)
 PINNED = (None, {"x": P("x")}, {"weights": P(None, "x")}, {"weights": P(None, None, "x")})
 
 
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("sizes", sample(MESHES, [(2, 4)]))
 @pytest.mark.parametrize("pins", PINNED)
 def test_a_scanned_step_and_its_gradients_equal_one_device(pins: Any, sizes: tuple[int, ...]) -> None:
     step = autopar.parallelize(train, mesh=sizes, cluster=dear(sizes), pins=pins, donate_argnums=())

@@ -14,6 +14,7 @@ from autopar.runtime import PipelineStep
 from autopar.runtime.executor import Stash
 from autopar.schedules import SCHEDULES, Instruction, Size, bounds
 from autopar.zoo import build as zoo
+from tests.effort import sample
 from tests.runtime.test_runtime import pipeline
 
 RANKS, MICROBATCHES = 2, 8
@@ -26,7 +27,10 @@ def watched(step: PipelineStep, *args: Any) -> list[tuple[Instruction, Stash]]:
     return log
 
 
-@pytest.fixture(scope="module", params=[name for name, row in SCHEDULES.items() if row.executable and row.backward])
+TRAINING = [name for name, row in SCHEDULES.items() if row.executable and row.backward]
+
+
+@pytest.fixture(scope="module", params=sample(TRAINING, ["1f1b", "interleaved-1f1b", "zb-h1"]))
 def run(request: pytest.FixtureRequest) -> tuple[PipelineStep, list[tuple[Instruction, Stash]]]:
     """A step by one of the schedules, and what it was watched to do."""
     model = zoo("mlp-toy", layers=4)
