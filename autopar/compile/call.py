@@ -15,7 +15,7 @@ from autopar.errors import ArgumentError, AutoparWarning, MeshError, PinError, T
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
 from autopar.ir import arguments
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
 from autopar.options import Settings, name_of
@@ -144,8 +144,8 @@ def _mesh_of_maps(graph: Graph, given: Any) -> Any:
     for op in manual.calls(graph):
         if (other := manual.call_of(op).mesh) != own:
             raise MeshError(
-                f"shard_map at {_line(op)} runs over the mesh {dict(other)}, and that at {_line(first)} over "
-                f"{dict(own)}: a step is planned for one mesh. Write both for one, with the axes of both."
+                f"shard_map at {manual.line(op)} runs over the mesh {dict(other)}, and that at {manual.line(first)} "
+                f"over {dict(own)}: a step is planned for one mesh. Write both for one, with the axes of both."
             )
     if given is None:
         mesh = first.params["mesh"]
@@ -155,14 +155,10 @@ def _mesh_of_maps(graph: Graph, given: Any) -> Any:
         return own
     if not isinstance(wanted, Mapping) or tuple(wanted.items()) != tuple(own.items()):
         raise MeshError(
-            f"shard_map at {_line(first)} runs over the mesh {dict(own)}, and the mesh to plan for is {wanted}. "
+            f"shard_map at {manual.line(first)} runs over the mesh {dict(own)}, and the mesh to plan for is {wanted}. "
             "Axes, sizes and their order must be the same: leave out mesh=, or write the shard_map for the other one."
         )
     return given
-
-
-def _line(op: Op) -> str:
-    return op.source or "an unknown line"
 
 
 def ordinary_pins(traced: Traced, args: Sequence[Any], s: Settings) -> Settings:

@@ -230,7 +230,7 @@ def _partly_manual(graph: Graph) -> Iterator[str]:
         automatic = [axis for axis, size in call.mesh.items() if axis not in call.axes and size > 1]
         if automatic:
             yield (
-                f"shard_map at {op.source or 'an unknown line'} is manual over {', '.join(call.axes)}: devices along "
+                f"shard_map at {manual.line(op)} is manual over {', '.join(call.axes)}: devices along "
                 f"{', '.join(automatic)} all do the same; name these axes in its specs, and in axis_names if given"
             )
 

@@ -121,3 +121,8 @@ def kind_of(op: Op) -> str:
 def calls(graph: Graph) -> Iterator[Op]:
     """Every `shard_map` of a program, but for those in the bodies of others."""
     return (op for op in graph.walk() if op.name == MANUAL)
+
+
+def line(op: Op) -> str:
+    """The source line of a `shard_map`; of one that is the whole step, where its body begins."""
+    return op.source or next((inner.source for inner in call_of(op).body.walk() if inner.source), "an unknown line")

@@ -27,7 +27,7 @@ def manual_call(b: Builder, op: Op, weight: float) -> None:
         PinError: a spec is no layout: it cuts one dimension over axes in another order than that of the mesh.
     """
     call = manual.call_of(op)
-    where = f"shard_map{f' at {op.source}' if op.source else ''}"
+    where = f"shard_map at {manual.line(op)}"
     b.new(f"{op.tag} {op.name}", _body(b, op, call), weight, op.index, op.outputs[0])
     readers: dict[tuple[int, Layout], int] = {}
     for k, (atom, spec) in enumerate(zip(op.inputs, call.operands, strict=True)):
