@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax._src import core as jax_core  # tried on 0.10.2, 0.12.0: the context of an equation
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -68,7 +69,10 @@ class _Renaming:
         return [env[v] for v in variables]
 
     def atom(self, atom: Any, env: Mapping[Any, Any]) -> Any:
-        return jex.Literal(atom.val, self.aval(atom.aval)) if isinstance(atom, jex.Literal) else env.get(atom, atom)
+        if not isinstance(atom, jex.Literal):
+            return env.get(atom, atom)
+        value = atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val  # the copy gets its type anew
+        return jex.Literal(value, self.aval(atom.aval))
 
     def aval(self, aval: Any) -> Any:
         sharding = getattr(aval, "sharding", None)

@@ -126,3 +126,9 @@ def calls(graph: Graph) -> Iterator[Op]:
 def line(op: Op) -> str:
     """The source line of a `shard_map`; of one that is the whole step, where its body begins."""
     return op.source or next((inner.source for inner in call_of(op).body.walk() if inner.source), "an unknown line")
+
+
+def loops_are_unknown(op: Op) -> bool:
+    """Whether an operation is a `shard_map` with loops, none of which runs a number of times that is known."""
+    loops = [inner for inner in call_of(op).body.walk() if inner.name in ("scan", "while")] if op.name == MANUAL else []
+    return bool(loops) and all(loop.trips is None for loop in loops)

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.cost_models.collectives import collective_time
 from autopar.hardware.cluster import Cluster
+from autopar.ir.graph import UNKNOWN_TRIPS
 from tests.programs.hand_sharded import CASES, LAYERS, WIDTH, Case, array, train_step
 from tests.programs.test_real_programs import assert_equal
 
 MESHES = {"8": ((8,), ("model",)), "2x4": ((2, 4), ("data", "model"))}
-LINE = r"test_hand_sharded\.py:\d+"
 
 
 def mesh_of(sizes: Sequence[int], names: Sequence[str]) -> Mesh:
@@ -159,3 +159,30 @@ def test_plans_of_other_bodies_are_other_plans() -> None:
     plan = autopar.plan(mapped(lambda x: x * 2), x)
     with pytest.raises(autopar.PlanMismatchError):
         autopar.verify(plan, mapped(lambda x: lax.ppermute(x, "model", [(0, 1), (1, 0)])), x)
+
+
+def test_bodies_are_lowered_for_other_kinds_of_devices() -> None:
+    """Types in a body name the kind of device that it was traced for."""
+    by_hand, _, params, batch = CASES["ring"](mesh_of(*MESHES["2x4"]))
+    step = train_step(by_hand)
+    plan = autopar.plan(step, params, batch)
+    report = autopar.verify(plan, step, params, batch, target="shardy")
+    turns = [c for c in report.collectives if c.kind == "collective-permute"]
+    assert turns == [c for c in plan.collectives if c.kind == "collective-permute"] != []
+
+
+def test_loops_of_unknown_length_in_a_body_are_priced_and_compared_alike() -> None:
+    mesh = mesh_of(*MESHES["8"])
+
+    @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P("model"))
+    def turned(x: jax.Array) -> jax.Array:
+        turn = [(i, (i + 1) % 8) for i in range(8)]
+        going = lambda x: lax.psum(x.sum(), "model") < 100  # noqa: E731
+        return lax.while_loop(going, lambda x: lax.ppermute(x, "model", turn) + 1, x)
+
+    x = jnp.zeros((8, 8))
+    plan = autopar.plan(turned, x)
+    assert {c.count for c in plan.collectives} == {UNKNOWN_TRIPS}
+    report = autopar.verify(plan, turned, x)
+    assert report.ok, str(report)
+    np.testing.assert_array_equal(autopar.parallelize(turned)(x), jax.jit(turned)(x))
