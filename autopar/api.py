@@ -57,7 +57,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             (`Cluster.local`), or for `autopar.plan` with a given mesh the preset "dgx-h100".
         mesh: a jax `Mesh` or `AbstractMesh`, a tuple of axis sizes, or `{axis name: size}`, of as many devices as
             `cluster` has. None: candidates are all factorizations of the number of devices into one or two axes, and
-            the prime factorization if it has three factors. An Explicit mesh in the program is the only candidate.
+            the prime factorization if it has three factors. An Explicit mesh in the program is the only candidate,
+            and so is the mesh of a `shard_map`.
         batch_argnums: positions of the arguments that contain the batch, which is dimension 0 of each of their leaves.
             "auto": the arguments that are not state.
         donate_argnums: positions of the arguments whose buffers the step may reuse. "auto": the state, which is every

@@ -6,19 +6,24 @@ Products are matrix products and convolutions, those in kernels too: what the us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from autopar.cost_models.compute import conv_flops, dot_flops
 from autopar.cost_models.kernels import KERNELS, kernel_flops
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
 from autopar.ir.op_sets import PRODUCTS
+from autopar.rules.manual import MANUAL, call_of
 
 
 def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
     """Floating-point operations of one execution: exact for dot and conv, one per element otherwise.
 
-    Of a kernel at least those of its products.
+    Of a kernel at least those of its products; of a `shard_map` those of its body on all devices.
     """
+    if op.name == MANUAL:
+        call = call_of(op)
+        return call.devices * math.fsum(_executed(call.body))
     if op.name == "dot_general":
         return float(dot_flops(op.params["dimension_numbers"], operands[0].shape, operands[1].shape))
     if op.name == "conv_general_dilated":
@@ -34,10 +39,21 @@ def computing_dtype(op: Op, operands: Sequence[Type]) -> str:
     return (max(operands, key=lambda t: t.size) if op.name in KERNELS else operands[0]).dtype
 
 
+def _executed(body: Graph) -> Iterator[float]:
+    """FLOPs of all operations of a program without layouts, as often as they run."""
+    for op in body.walk():
+        if not op.regions:
+            operands, results = [body.type_of(a) for a in op.inputs], [body.types[v] for v in op.outputs]
+            yield body.runs[op.index] * flops(op, operands, results)
+
+
 def work(graph: Graph, op: Op) -> float:
     """FLOPs of one operation on whole values."""
     if op.regions:
         return (op.trips or UNKNOWN_TRIPS) * sum(work(graph, inner) for region in op.regions for inner in region.ops)
+    if op.name == MANUAL:
+        call = call_of(op)
+        return call.devices * model_flops(call.body)
     if op.name in KERNELS:
         return kernel_flops(op.name, op.params, [graph.type_of(a).shape for a in op.inputs])
     if op.name not in PRODUCTS:
@@ -53,8 +69,15 @@ def model_flops(graph: Graph) -> float:
 def main_dtype(graph: Graph) -> str:
     """The dtype that most FLOPs are done in; float32 where there are none. Ties go to the first by name."""
     done: dict[str, float] = {}
-    for op in graph.walk():
-        if op.name in (*PRODUCTS, *KERNELS):
-            dtype = computing_dtype(op, [graph.type_of(a) for a in op.inputs])
-            done[dtype] = done.get(dtype, 0.0) + work(graph, op)
+    for dtype, flops_done in _by_dtype(graph):
+        done[dtype] = done.get(dtype, 0.0) + flops_done
     return max(sorted(done), key=lambda d: done[d]) if done else "float32"
+
+
+def _by_dtype(graph: Graph) -> Iterator[tuple[str, float]]:
+    for op in graph.walk():
+        if op.name == MANUAL:
+            call = call_of(op)
+            yield from ((dtype, call.devices * done) for dtype, done in _by_dtype(call.body))
+        elif op.name in (*PRODUCTS, *KERNELS):
+            yield computing_dtype(op, [graph.type_of(a) for a in op.inputs]), work(graph, op)

@@ -22,6 +22,7 @@ from autopar.ir.graph import Atom, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, spec
 from autopar.ir.op_sets import ATTENTION
 from autopar.rules import SHARD_MAPPED, cudnn, pallas, partitioned
+from autopar.rules.manual import MANUAL
 
 Specs = tuple[jax.sharding.PartitionSpec, ...]
 
@@ -110,7 +111,7 @@ class Emitter:
                 # XLA loses the value that the reduction begins with where its operand is joined from pieces of one
                 # element, also in plain `jax.jit` (jaxlib 0.10.2 and 0.12.0, CPU)
                 operands = jax.lax.optimization_barrier(tuple(operands))
-            emit = _LOCAL.get(op.name, _bind_locally) if op.name in SHARD_MAPPED else None
+            emit = _LOCAL.get(op.name, _bind_locally if op.name in SHARD_MAPPED else None)
             bind = partial(jax_compat.bind, op.equation) if emit is None else emit(self.context, op)
             results = list(bind(operands))
             return [_with_nan(op, operands[0], results[0])] if self.context.may_lose_nan(op) else results
@@ -372,6 +373,11 @@ def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Seque
     return _shard_mapped(context, run, partitioned.specs(rule.operands, axes), partitioned.specs(rule.results, axes))
 
 
+def _bind_manual(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Binds a `shard_map` of the user's on the devices of the plan."""
+    return partial(jax_compat.bind_on_mesh, op.equation, context.mesh)
+
+
 def _cut_factors(context: Context, op: Op) -> dict[str, int]:
     """Name of a mesh axis -> the factor of an operation that the layouts of its operands cut along it."""
     rule = context.rules[op.signature]
@@ -407,6 +413,7 @@ def _move_first_behind(count: int, rank: int) -> tuple[int, ...]:
 _LOCAL: Mapping[str, Callable[[Context, Op], Callable[[Sequence[Any]], Sequence[Any]]]] = {
     "custom_partitioning": _bind_partitioned,
     **dict.fromkeys(ATTENTION, _bind_attention),
+    MANUAL: _bind_manual,
 }
 
 _REGIONS: Mapping[str, Callable[[Emitter, Op, Sequence[Any]], list[Any]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autopar import argnums, jax_compat
-from autopar.errors import ArgumentError, AutoparWarning, PinError, TraceError
+from autopar.errors import ArgumentError, AutoparWarning, MeshError, PinError, TraceError
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
 from autopar.ir import arguments
@@ -22,7 +22,7 @@ from autopar.options import Settings, name_of
 from autopar.passes import strategies
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.progress import Progress
-from autopar.rules import rules_of
+from autopar.rules import manual, rules_of
 from autopar.rules.registry import registered_rules
 
 
@@ -123,9 +123,42 @@ def donated_leaves(call: Call, s: Settings) -> tuple[int, ...]:
 
 
 def wanted_mesh(traced: Traced, s: Settings) -> Any:
-    """The mesh to plan for: the given one, or an Explicit one if the step constrains shardings; None: search."""
+    """The mesh to plan for: the given one, or an Explicit one if the step constrains shardings; None: search.
+
+    A `shard_map` in the step has a mesh of its own, which is the one to plan for. Given as sizes alone, a mesh has its
+    names.
+
+    Raises:
+        MeshError: a `shard_map` has another mesh than the one that is given, or than another `shard_map`.
+    """
     constrained = traced.pins or any(op.name == "sharding_constraint" for op in traced.graph.walk())
-    return traced.mesh if s.mesh is None and constrained else s.mesh
+    given = traced.mesh if s.mesh is None and constrained else s.mesh
+    return given if s.pipelined else _mesh_of_maps(traced.graph, given)
+
+
+def _mesh_of_maps(graph: Graph, given: Any) -> Any:
+    first = next(manual.calls(graph), None)
+    if first is None:
+        return given
+    own = manual.call_of(first).mesh
+    for op in manual.calls(graph):
+        if (other := manual.call_of(op).mesh) != own:
+            raise MeshError(
+                f"shard_map at {manual.line(op)} runs over the mesh {dict(other)}, and that at {manual.line(first)} "
+                f"over {dict(own)}: a step is planned for one mesh. Write both for one, with the axes of both."
+            )
+    if given is None:
+        mesh = first.params["mesh"]
+        return mesh if jax_compat.is_concrete_mesh(mesh) else own
+    wanted = meshes.axes(given)
+    if wanted == tuple(own.values()):
+        return own
+    if not isinstance(wanted, Mapping) or tuple(wanted.items()) != tuple(own.items()):
+        raise MeshError(
+            f"shard_map at {manual.line(first)} runs over the mesh {dict(own)}, and the mesh to plan for is {wanted}. "
+            "Axes, sizes and their order must be the same: leave out mesh=, or write the shard_map for the other one."
+        )
+    return given
 
 
 def ordinary_pins(traced: Traced, args: Sequence[Any], s: Settings) -> Settings:

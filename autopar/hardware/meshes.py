@@ -70,6 +70,12 @@ def num_devices(mesh: Any) -> int | None:
     return None if sizes is None else math.prod(sizes)
 
 
+def axes(mesh: Any) -> Mapping[str, int] | tuple[int, ...]:
+    """Axes of a mesh, name -> size, or sizes where it has no names; () for None. Raises MeshError if it is no mesh."""
+    sizes, names, _ = _read(mesh)
+    return dict(zip(names, sizes or (), strict=True)) if names is not None else sizes or ()
+
+
 def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, Any]:
     if mesh is None:
         return None, None, None

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -420,7 +421,7 @@ def graph_hash(graph: Graph) -> str:
     types = {t: str(t) for t in set(graph.types)}  # looked up, never iterated
     for op in graph.walk():
         if op.signature not in described:
-            described[op.signature] = f"{op.name} {_stable(op.params)}"
+            described[op.signature] = f"{op.name} {_stable(op.params)}{_stable_body(op)}"
         atoms = " ".join(str(a) for a in op.inputs)
         outs = " ".join(f"{v}:{types[graph.types[v]]}" for v in op.outputs)
         digest.update(f"{described[op.signature]}|{atoms}|{outs}|{op.trips}\n".encode())
@@ -430,6 +431,11 @@ def graph_hash(graph: Graph) -> str:
     if graph.repeats is not None:
         digest.update(repr((graph.repeats, graph.carried)).encode())
     return digest.hexdigest()[:32]
+
+
+def _stable_body(op: Op) -> str:
+    """Text of the program in a `shard_map`: its collectives are in a plan."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(op.params["jaxpr"])) if op.name == "shard_map" else ""
 
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -445,5 +451,7 @@ def _stable(value: Any) -> str:
         return "(" + ",".join(map(_stable, value)) + ")"
     if isinstance(value, Set):
         return "{" + ",".join(sorted(map(_stable, value))) + "}"
+    if hasattr(value, "axis_names") and hasattr(value, "axis_sizes"):  # a mesh: not its kind of device
+        return f"{value.axis_names}{value.axis_sizes}"
     text = str(value)
     return type(value).__name__ if " at 0x" in text or "\n" in text else text

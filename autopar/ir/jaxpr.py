@@ -27,8 +27,8 @@ from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type
 
 #: Primitives whose results are their operands once a program is differentiated. As operations they would give one value
 #: two names, and the value would be moved twice. `device_put` is one where it names no sharding: a compiled program has
-#: its values where its shardings say.
-SAME_VALUES = ("stop_gradient", "device_put")
+#: its values where its shardings say. In the body of a `shard_map`, "pvary" changes types alone.
+SAME_VALUES = ("stop_gradient", "device_put", "pvary")
 
 
 @dataclass

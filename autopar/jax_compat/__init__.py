@@ -39,6 +39,8 @@ from autopar.jax_compat.partitioning import partitioning_rule as partitioning_ru
 from autopar.jax_compat.processes import Conversation as Conversation
 from autopar.jax_compat.processes import ProcessStore as ProcessStore
 from autopar.jax_compat.processes import process_store as process_store
+from autopar.jax_compat.shard_maps import bind_on_mesh as bind_on_mesh
+from autopar.jax_compat.shard_maps import shard_map_parts as shard_map_parts
 
 #: Primitives that only call another jaxpr once with the same arguments; the tracer inlines them.
 #: name -> parameter that holds the callee. Tried on 0.10.2 and 0.12.0.

@@ -28,6 +28,7 @@ from autopar.ir.layout import REPLICATED, Layout
 from autopar.ir.op_sets import BROADCASTS, CASTS, JOINS, REORDERINGS, RESHAPES, SLICES
 from autopar.plans.record import Stage
 from autopar.rules import Rule
+from autopar.rules.manual import MANUAL
 
 #: Operations that move data and compute nothing.
 MOVES = (
@@ -145,7 +146,9 @@ def measure(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Imbalance:
         key = op.signature, read, written
         if key not in excess_by_key:
             rule = rules[op.signature]
-            pieces = tuple(_excesses(rule, _running(rule, read, written, len(sizes)), names, sizes))
+            running = _running(rule, read, written, len(sizes))
+            # each device runs its own part of a `shard_map`
+            pieces = () if op.name == MANUAL else tuple(_excesses(rule, running, names, sizes))
             once = flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
             excess_by_key[key] = once, pieces
         once, pieces = excess_by_key[key]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models import offload
@@ -35,7 +35,7 @@ from autopar.plans.forms import mesh_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
 from autopar.plans.time_spent import time_spent
-from autopar.rules import Rule
+from autopar.rules import Rule, manual
 from autopar.rules.inherent import reason
 
 #: Moments of memory over time that a plan contains.
@@ -202,6 +202,7 @@ def _notes(
     """The notes of a plan: side effects, replicated operations and arguments, and uneven loads."""
     notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
     notes.extend(_replicated_operations(graph, grouping))
+    notes.extend(dict.fromkeys(_partly_manual(graph)))
     notes.extend(_undivided(graph, inputs, mesh))
     uneven = account.without("uncuttable", "chosen")
     notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
@@ -214,10 +215,24 @@ def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
     for c in grouping.groups:
         if c.op >= 0 and graph.types[c.value].size > 1 and not grouping.rules[graph.by_index[c.op].signature].free:
             op = graph.by_index[c.op]
+            if op.name == manual.MANUAL:
+                continue
             key = op.name, reason(op)
             count, line = whole.get(key, (0, op.source))
             whole[key] = (count + 1, line)
     return [f"{name} runs replicated ({n} times, first at {line}): {why}" for (name, why), (n, line) in whole.items()]
+
+
+def _partly_manual(graph: Graph) -> Iterator[str]:
+    """A note for every `shard_map` that is manual over some of the axes only."""
+    for op in manual.calls(graph):
+        call = manual.call_of(op)
+        automatic = [axis for axis, size in call.mesh.items() if axis not in call.axes and size > 1]
+        if automatic:
+            yield (
+                f"shard_map at {manual.line(op)} is manual over {', '.join(call.axes)}: devices along "
+                f"{', '.join(automatic)} all do the same; name these axes in its specs, and in axis_names if given"
+            )
 
 
 def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:

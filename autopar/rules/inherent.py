@@ -30,7 +30,6 @@ UNKNOWN = "no rule says how it may be cut; autopar.register_rule adds one"
 
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "it runs on the host": (*CALLBACKS, "debug_print"),
-    "it is cut by the program's own shard_map": ("shard_map",),
     "it orders all of its elements": ("sort", "top_k", "approx_top_k", *INDEX_REDUCTIONS),
     "it runs along its only dimension": CUMULATIVE_REDUCTIONS,
     "it transforms all of its dimensions": ("fft",),

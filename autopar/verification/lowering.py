@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Op
+from autopar.rules.manual import MANUAL
 from autopar.verification.dataflow import Context
 from autopar.verification.lowering_tpu import (
     Collectives,
@@ -134,4 +135,13 @@ CONVERSIONS: Mapping[str, tuple[Conversion, ...]] = MappingProxyType(
 def lower_collectives(platform: str, context: Context) -> tuple[Collective, ...]:
     """The collectives of a plan as the compiler of a platform is known to emit them."""
     planned: tuple[Collective, ...] = context.plan.collectives
-    return reduce(lambda planned, convert: convert(planned, context), CONVERSIONS[platform], planned)
+    as_written = tuple(c for c in planned if _is_manual(c, context))
+    chosen = tuple(c for c in planned if not _is_manual(c, context))
+    converted = reduce(lambda chosen, convert: convert(chosen, context), CONVERSIONS[platform], chosen)
+    return (*converted, *as_written)
+
+
+def _is_manual(c: Collective, context: Context) -> bool:
+    """Whether a collective is in the body of a `shard_map` of the user's, which compilers emit as it is written."""
+    op = context.reduced_op(c)
+    return op is not None and op.name == MANUAL

@@ -6,8 +6,8 @@ program has the row-major coordinates i in the mesh, so the ids determine the ax
     {{0,1},{2,3}}                                      `_listed_groups`
     [4,2]<=[2,4]T(1,0)                                 `_iota_groups`
     mesh['a'=2,'b'=4], device_ids=(...) {'b':(2)2}     `_mesh_groups`
-    device ids -> axes, or parts of axes               `_group_axes`
-    source_target_pairs={{0,1},{1,0}}                  `_permuted_axes`
+    device ids -> axes, or parts of axes               `group_axes`
+    source_target_pairs={{0,1},{1,0}}                  `permuted_axes`
 
 The syntaxes are those of XLA's CollectiveDeviceList, IotaReplicaGroupList and MeshAxesReplicaGroupList (openxla/xla,
 xla/hlo/ir). Part of an axis is written as Shardy writes it: "y:(2)4" is the four coordinates that remain of y when its
@@ -40,8 +40,8 @@ def communicating_axes(attributes: str, names: Sequence[str], sizes: Sequence[in
     """
     pairs = re.search(r"source_target_pairs=\{((?:\{[\d, ]*\},? ?)*)\}", attributes)
     if pairs:
-        return _permuted_axes(_numbers(pairs[1]), names, sizes)
-    return _group_axes(_replica_group(attributes, math.prod(sizes)), names, sizes)
+        return permuted_axes(_numbers(pairs[1]), names, sizes)
+    return group_axes(_replica_group(attributes, math.prod(sizes)), names, sizes)
 
 
 def _coordinates(devices: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
@@ -52,13 +52,14 @@ def _coordinates(devices: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
     return np.array(np.unravel_index(np.array(devices, dtype=np.int64), tuple(sizes))).reshape(len(sizes), -1).T
 
 
-def _permuted_axes(flat_pairs: Sequence[int], names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
+def permuted_axes(flat_pairs: Sequence[int], names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
+    """Axes along which data moves; `flat_pairs`: source and target, one pair after the other."""
     ends = _coordinates(flat_pairs, sizes).reshape(-1, 2, len(sizes))
     moved = (ends[:, 0] != ends[:, 1]).any(axis=0)
     return tuple(name for name, moves in zip(names, moved, strict=True) if moves)
 
 
-def _group_axes(group: Sequence[int], names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
+def group_axes(group: Sequence[int], names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
     """Axes along which the devices of one group differ. A group that is not a box in the mesh gets whole axes."""
     values = [np.unique(column) for column in _coordinates(group, sizes).T]
     box = math.prod(len(v) for v in values) == len(group)

@@ -6,6 +6,7 @@ shardings to all values and turn every reshard into a collective. The result is 
     propagate, reshard, collectives      `partition`, the passes of `PASSES`
     sdy.* operations -> Collective       `collectives`: calls are followed, while loops multiply by their trip count
     local bytes of a result              `_local_bytes`: per dim, ceil(size / devices that share it)
+    what the user's own `shard_map`s send `_manual_collectives`: as it is written
     axes of a permute                    `_moved_axes`: those with another place in the operand's sharding
     (bound - start) / step of a loop     `_trips`
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.stages import Lowered
@@ -33,6 +35,7 @@ from autopar.errors import TraceError
 from autopar.ir.collective import Collective
 from autopar.plans.comparison import group_size
 from autopar.verification.hlo import file_line, last_tag
+from autopar.verification.replica_groups import group_axes, permuted_axes
 
 COLLECTIVES = "builtin.module(func.func(sdy-reshard-to-collectives))"
 PASSES = (
@@ -50,6 +53,17 @@ _COLLECTIVES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "sdy.reduce_scatter": ("reduce-scatter", "reduce_scatter_axes"),
         "sdy.all_to_all": ("all-to-all", "params"),
         "sdy.collective_permute": ("collective-permute", "out_sharding"),
+    }
+)
+#: The same in the body of a `shard_map` of the user's, whose types are those of shards -> kind.
+_MANUAL: Mapping[str, str] = MappingProxyType(
+    {
+        "stablehlo.all_reduce": "all-reduce",
+        "stablehlo.all_gather": "all-gather",
+        "stablehlo.reduce_scatter": "reduce-scatter",
+        "stablehlo.all_to_all": "all-to-all",
+        "stablehlo.collective_permute": "collective-permute",
+        "stablehlo.collective_broadcast": "collective-permute",
     }
 )
 _CONSTANTS = ("sdy.constant", "stablehlo.constant")
@@ -143,6 +157,8 @@ def _walk(parent: ir.Operation, program: _Program, place: _Place) -> Iterator[Co
     for op in (op.operation for region in parent.regions for block in region.blocks for op in block.operations):
         if op.name in _COLLECTIVES:
             yield _collective(op, program.axis_sizes, place.inside(op))
+        elif op.name in _MANUAL:
+            yield from _manual_collectives(op, program.axis_sizes, place.inside(op))
         elif op.name == "func.call":
             yield from _walk(program.functions[_symbol(op, "callee")], program, place.inside(op))
         elif len(op.regions):
@@ -159,6 +175,24 @@ def _collective(op: ir.Operation, axis_sizes: Mapping[str, int], place: _Place) 
     axes = tuple(sorted(named, key=lambda axis: _mesh_order(axis, axis_sizes)))
     nbytes = _local_bytes(op, axis_sizes) * (group_size(axes, axis_sizes) if kind == "reduce-scatter" else 1)
     return Collective(kind, axes, nbytes, place.count, place.op, place.source)
+
+
+def _manual_collectives(op: ir.Operation, axis_sizes: Mapping[str, int], place: _Place) -> Iterator[Collective]:
+    """A collective that the user wrote, a piece for each operand; its groups are axes by name, or device ids."""
+    attribute = op.attributes["source_target_pairs" if "source_target_pairs" in op.attributes else "replica_groups"]
+    names, sizes = tuple(axis_sizes), tuple(axis_sizes.values())
+    if named := re.findall(r'axis_ref<name = "([^"]+)"', str(attribute)):
+        axes = tuple(axis for axis in names if axis in named)
+    else:
+        groups = np.array(ir.DenseIntElementsAttr(attribute))
+        permutes = "source_target_pairs" in op.attributes
+        axes = (permuted_axes if permutes else group_axes)(
+            [*map(int, groups.ravel() if permutes else groups[0])], names, sizes
+        )
+    for operand, result in zip(op.operands, op.results, strict=True) if axes else ():
+        tensor = ir.RankedTensorType(result.type if _MANUAL[op.name] == "all-gather" else operand.type)
+        nbytes = math.prod(tensor.shape) * _item_bytes(tensor.element_type)
+        yield Collective(_MANUAL[op.name], axes, nbytes, place.count, place.op, place.source)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -60,8 +60,7 @@ class Report:
         accessed: bytes read and written in device memory per device and step, if the target reports them.
         predicted: collectives of the plan, as the compiler of the target is known to convert them: TPU, for example,
             gathers operands of products in bfloat16.
-        uncounted: collectives of a `shard_map` of the user, those of its operands, and those that broadcast the result
-            of a callback. They are neither predicted nor compared.
+        uncounted: collectives that broadcast the result of a callback. They are neither predicted nor compared.
     """
 
     ok: bool
@@ -94,7 +93,7 @@ class Report:
 
 def _not_counted(c: Collective) -> str:
     axes, where = "+".join(c.axes), f" at {c.source}" if c.source else ""
-    return f"not counted, in a shard_map or callback: {c.count} x {c.kind} over {axes}, {c.bytes:,} bytes{where}"
+    return f"not counted, of a callback: {c.count} x {c.kind} over {axes}, {c.bytes:,} bytes{where}"
 
 
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
@@ -190,13 +189,13 @@ def _report(plan: Plan, graph: Graph, program: Emitted, target: str) -> Report:
 
 
 def _split_counted(graph: Graph, pieces: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Collectives that autopar plans, and others: in a `shard_map`, of its operands, of results of callbacks."""
+    """Collectives that a plan has, and others: of results of callbacks."""
 
     def is_other(c: Collective) -> bool:
         op = _operation(c, graph)
         if op is None:
             return False
-        return op.name == "shard_map" or (op.name in RETURNING_CALLBACKS and c.op == op.tag)
+        return op.name in RETURNING_CALLBACKS and c.op == op.tag
 
     return tuple(c for c in pieces if not is_other(c)), tuple(filter(is_other, pieces))
 

@@ -7,6 +7,7 @@ A buffer's bytes depend on one decision, or on the two ends of an edge of the op
     a value            its piece in the layout that its group leaves                            -> _Values.others
     unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
     copies             in other layouts, for the readers that want them                          -> add_copies
+    workspaces         what the body of a `shard_map` has in memory while it runs                  -> _Values._workspace
     what waits         operands of products that are put off while something is gathered         -> Waiting.kept
 
 What takes over the buffer of a donated argument, or of an operand that is read for the last time, needs none.
@@ -27,6 +28,7 @@ from autopar.cost_models.compiler.compiled_program import IN_PLACE_OPERAND, OVER
 from autopar.cost_models.compiler.flatten import flatten
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, LOOP, PRODUCT
 from autopar.cost_models.compiler.lifetimes import Lifetimes, lifetimes
+from autopar.cost_models.compiler.manual import workspace_bytes
 from autopar.cost_models.compiler.simplifications import hashes
 from autopar.cost_models.compiler.written_values import Written, written
 from autopar.cost_models.memory.copies import add_copies
@@ -34,9 +36,10 @@ from autopar.cost_models.memory.sizes import Buffer, End, Sizes
 from autopar.cost_models.sharding.groups import WHOLE, Binding, Model, source_dims
 from autopar.cost_models.sharding.strategies import NOTHING, REDUCE_SCATTER, StrategySet
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.problem import Floats
 from autopar.ir.train_state import match_state
+from autopar.rules.manual import MANUAL, call_of
 
 
 @dataclass(eq=False)
@@ -161,6 +164,8 @@ class _Values:
         for v, birth in b.lives.birth.items():
             if v not in skipped:
                 self._value("value", v, birth, b.lives.death[v] - (v in overwritten))
+            if v in b.makers and b.makers[v].op.name == MANUAL and v == b.makers[v].outputs[0]:
+                self._workspace(v, b.makers[v].op, birth)
             if v in b.makers and b.makers[v].kind in (KERNEL, PRODUCT):
                 self._unsummed(v, b.makers[v], birth, written=True)
         for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
@@ -253,6 +258,12 @@ class _Values:
             key = ("unsummed", s.index, binding.dims, kind, written)
             at = b.at(key, lambda: self._wholes(s, written) * b.piece_bytes(s, binding.dims, kind, assigned=True))
             b.add("unsummed", v, moment, moment, at, node=binding.group)
+
+    def _workspace(self, v: int, op: Op, moment: int) -> None:
+        """What the body of a `shard_map` has in memory while it runs."""
+        nbytes = workspace_bytes(call_of(op).body)
+        at = self.sizes.at(("workspace", nbytes), lambda: np.array([float(nbytes)]))
+        self.sizes.add("workspace", v, moment, moment, at)
 
     def _wholes(self, s: StrategySet, written: bool) -> Floats:
         """How many pieces as large as before its sums a product has while they are made, under each strategy."""

@@ -2,7 +2,7 @@
 
 kind of an argument    parameters (read before the update), optimizer state, arguments (what is no state)
 kind of a value        gradients (backward, read by the update), residuals (forward, read backward), results,
-                       temporaries (all else)
+                       temporaries (all else, and what the body of a `shard_map` has while it runs)
 resharding             copies in other layouts, and results before their partial sums are added up
 """
 
@@ -150,6 +150,8 @@ class _Kinds:
 
     def of(self, b: Buffer) -> str:
         """The kind of one buffer."""
+        if b.what == "workspace":
+            return "temporaries"
         if b.what in ("copy", "unsummed"):
             return "residuals" if self._kept_for_backward(b) else "resharding"
         if b.what == "argument":

@@ -28,7 +28,7 @@ from autopar.ir.problem import Floats
 
 NEAR = 1  # most moments between what makes a buffer in on-chip memory and what reads it last, outside of loops
 WHOLE = 4  # times `Backend.near_bytes` is all of the on-chip memory
-_TEMPORARY = ("value", "unsummed", "copy")
+_TEMPORARY = ("value", "unsummed", "copy", "workspace")
 
 #: A reader's end of an edge: consumer group, its factors for the dimensions, assigned; before it the bound value.
 End = tuple[int, int, tuple[int, ...], bool]
@@ -38,7 +38,8 @@ class Buffer(NamedTuple):
     """Something that is in memory for a while.
 
     Attributes:
-        what: "argument", "visit" (an argument that waits in the host's memory), "value", "unsummed" or "copy".
+        what: "argument", "visit" (an argument that waits in the host's memory), "value", "unsummed", "copy"
+            or "workspace" (of the body of a `shard_map`).
         value: the value of the graph that it holds.
         birth, death: first and last moment.
         node, edge: the decision or the edge that its size depends on, -1 if it is not that; both -1: nothing.

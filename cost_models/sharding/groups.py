@@ -20,6 +20,7 @@ from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.ir.graph import Op
 from autopar.ir.problem import Problem
 from autopar.rules import Rule
+from autopar.rules.manual import MANUAL
 
 #: A dimension of a view that may be cut in any way at no cost.
 FREE = -3
@@ -126,7 +127,7 @@ class Overlap:
 
     def sums(self, op: Op) -> bool:
         """Whether reducing the partial results of `op` can overlap."""
-        return op.index in self.late
+        return op.index in self.late and op.name != MANUAL  # what a `shard_map` sends, its body may wait for
 
 
 @dataclass(frozen=True, eq=False)

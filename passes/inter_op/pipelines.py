@@ -45,6 +45,7 @@ from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages, divide
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import UNTYPED, PlannedStage, StagePlans, TypedArguments, plan_stages
+from autopar.rules import manual
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make, peak_stash
 
 
@@ -568,16 +569,16 @@ def _numbers(extent: int, wanted: int, fits: Callable[[int], bool]) -> Iterator[
 
 def shard_map_of(graph: Graph) -> Op | None:
     """The first `shard_map` of a program; None without one."""
-    return next((op for op in graph.walk() if op.name == "shard_map"), None)
+    return next(manual.calls(graph), None)
 
 
 def check_options(s: PipelineOptions, graph: Graph) -> None:
     """ArgumentError for a step that stages do not support: one with a `shard_map`."""
     op = shard_map_of(graph)
     if op is not None:
-        sizes = dict(op.params["mesh"].shape)
+        sizes = dict(manual.call_of(op).mesh)
         raise ArgumentError(
-            f"shard_map at {op.source or 'an unknown line'} runs over the mesh {sizes}, and a stage is on some of the "
+            f"shard_map at {manual.line(op)} runs over the mesh {sizes}, and a stage is on some of the "
             f"devices only: it is not available with stages={s.stages}. Leave out stages, or write it without "
             "shard_map: the devices of each stage then share it."
         )

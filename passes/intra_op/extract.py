@@ -1,11 +1,12 @@
 """Extracts a plan from a solution: the layout of every value and use, and the collectives between them.
 
-The four parts are
+The five parts are
 
     layout of a value    its dimensions under the strategy of its group                               -> layouts
     layout at a use      its dimensions under the strategy of the reader's group                      -> layouts
     reshards             steps from the layout of a value to that of its copy, and from there to each use  -> _reshards
     partial sums         reduce-scatters, then one joint all-reduce, per operation                    -> _sums
+    the user's own       what the body of a `shard_map` sends                                         -> _manual
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from autopar.ir.layout import REPLICATED, Layout, ProgramLayouts, device_share, 
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op.build import layout_at
 from autopar.passes.op_groups.reduction_lowering import emitted
+from autopar.rules import manual
 
 
 def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
@@ -90,7 +92,8 @@ def collectives(
         mesh: the logical mesh.
         program_of: operation -> the program that it is compiled in. Programs share no reshards.
     """
-    parts = [*_reshards(graph, model, program, mesh, program_of), *_sums(graph, model, assignment, mesh)]
+    reshards, sums = _reshards(graph, model, program, mesh, program_of), _sums(graph, model, assignment, mesh)
+    parts = [*reshards, *sums, *_manual(graph)]
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
 
 
@@ -211,6 +214,14 @@ def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
             names = tuple(mesh.names[a] for a in axes)
             # 100: after the reshards of the operands
             yield (op.index, 100 + i), Collective(kind, names, nbytes, max(1, round(c.weight)), op.tag, op.source)
+
+
+def _manual(graph: Graph) -> Iterator[_Placed]:
+    """The collectives in the bodies of the user's own `shard_map`s."""
+    for op in manual.calls(graph):
+        runs, line = graph.runs[op.index], op.source
+        for i, c in enumerate(manual.call_of(op).collectives):
+            yield (op.index, 100 + i), replace(c, count=c.count * runs, op=op.tag, source=c.source or line)
 
 
 def sums_of(

@@ -30,6 +30,7 @@ from autopar.passes.microbatch.rule_types import ConstantComponent, Operands, Ru
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Split, State, join
 from autopar.passes.microbatch.table import apply_table, invariant_results
+from autopar.rules.manual import MANUAL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -383,6 +384,10 @@ def blocking_op(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> 
     inner = next((body for body in bodies if isinstance(body, BlockedBody)), None)
     if inner is not None:
         return blocking_op(graph, inner.op, inner.states, count)
+    if op.name == MANUAL:
+        return Blocking(
+            op, "the shapes in its body are those of the whole batch; leave out num_microbatches and stages"
+        )
     explained = op.name == "pallas_call" and not all(isinstance(s, Invariant) for s in states)
     operands = Operands(op, shapes(graph, op.inputs), shapes(graph, op.outputs), states, count)
     return Blocking(op, kernels.refusal(operands) if explained else "")

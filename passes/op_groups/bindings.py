@@ -16,7 +16,7 @@ from autopar.ir.layout import Layout
 from autopar.passes.op_groups.constraints import PinnedValue
 from autopar.passes.op_groups.strategies import MOST_PADDING, layouts_of
 from autopar.passes.op_groups.unreduced import Deferral
-from autopar.rules import Rule
+from autopar.rules import Rule, manual
 
 #: For an operation that follows an operand: the group's factors for the dimensions of each operand and of each result.
 Followed = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
@@ -168,5 +168,9 @@ def use(
 
 
 def assumed_trips(graph: Graph) -> Mapping[str, int]:
-    """Tag of each loop whose number of iterations is known only at run time -> the number that costs assume."""
-    return {op.tag: UNKNOWN_TRIPS for op in graph.walk() if op.regions and op.trips is None}
+    """Tag of each loop whose number of iterations is known only at run time -> the number that costs assume.
+
+    Loops in the body of a `shard_map` have its tag.
+    """
+    unknown = (op for op in graph.walk() if (op.regions and op.trips is None) or manual.loops_are_unknown(op))
+    return {op.tag: UNKNOWN_TRIPS for op in unknown}

@@ -46,15 +46,17 @@ from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import Builder, Followed, Kind, alias, use
 from autopar.passes.op_groups.constraints import PinnedValue, constraint
+from autopar.passes.op_groups.manual import manual_call
 from autopar.passes.op_groups.pinned import check_bound, has_layout, restrict
 from autopar.passes.op_groups.regions import REGIONS
 from autopar.passes.op_groups.strategies import MOST_PADDING, Work, strategies_of, sum_strategies
 from autopar.rules import SHARD_MAPPED, Rule
+from autopar.rules.manual import MANUAL
 
 #: Operations that always have strategies of their own.
 ANCHORS = (*ALL_PRODUCTS, "sharding_constraint")
 #: Operations that are not computed once per layout in which their result is read, even if their operands are free.
-NEVER_FREE = (*ANCHORS, *KERNELS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator")
+NEVER_FREE = (*ANCHORS, *KERNELS, MANUAL, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator")
 #: Operations on (operand, indices, updates) for which XLA supports uneven pieces along the windows only.
 WINDOWED = ("scatter-add", "scatter")
 #: Operations whose reduction is a sum, so that partial results may be reduce-scattered.
@@ -236,8 +238,8 @@ def _constrained(b: Builder, op: Op, weight: float) -> None:
         use(b, f"{op.tag}.in0", op.inputs[0], group, tuple(range(type_.rank)), False, weight, op.index)
 
 
-#: Operations whose result has the layout of the operand, or one that the user prescribes.
-_BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _constrained}
+#: Operations whose results have the layouts of the operands, or those that the user prescribes.
+_BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _constrained, MANUAL: manual_call}
 
 
 def _leader(b: Builder, op: Op, kind: Kind) -> int | None:

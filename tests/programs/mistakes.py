@@ -24,6 +24,7 @@ from autopar.errors import (
     ClusterError,
     DonatedError,
     MeshError,
+    MicrobatchError,
     PinError,
     PlanMismatchError,
     ScheduleError,
@@ -149,6 +150,21 @@ def sums_over_its_mesh(w: jax.Array, x: jax.Array) -> Any:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
     return w - mapped(w).sum(), x.sum()
+
+
+def mapped_over(shape: tuple[int, ...], names: tuple[str, ...], spec: Any) -> Any:
+    mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+    return jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def maps_its_batch(w: jax.Array, x: jax.Array) -> Any:
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    return w - jax.grad(lambda w: (mapped(x, w) ** 2).sum())(w), x.sum()
+
+
+def maps_twice(x: jax.Array) -> Any:
+    return mapped_over((2, 4), ("x", "y"), P("x"))(x) + mapped_over((8,), ("x",), P("x"))(x)
 
 
 def drops_its_update(state: Any, x: jax.Array) -> Any:
@@ -494,6 +510,37 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         lambda: planned(sums_over_its_mesh, stages=2),
         ArgumentError,
         rf"shard_map at {LINE} runs over the mesh \{{'x': 8\}}, .* is not available with stages=2\. Leave .*",
+    ),
+    (
+        "shard_map in microbatches",
+        lambda: planned(maps_its_batch, num_microbatches=2),
+        MicrobatchError,
+        rf".* shard_map at {LINE} does not run on a part of the batch: the shapes in its body are those .*",
+    ),
+    (
+        "shard_map over another mesh",
+        lambda: planned(mapped_over((2, 4), ("rows", "columns"), P("rows")), (X,), mesh={"data": 2, "model": 4}),
+        MeshError,
+        rf"shard_map at {LINE} runs over the mesh \{{'rows': 2, 'columns': 4\}}, and the mesh to plan for is "
+        r"\{'data': 2, 'model': 4\}\. Axes, sizes and their order must be the same: leave out mesh=, or .*",
+    ),
+    (
+        "shard_map over another size",
+        lambda: planned(mapped_over((2, 4), ("x", "y"), P("x")), (X,), mesh=(8,)),
+        MeshError,
+        rf"shard_map at {LINE} runs over the mesh \{{'x': 2, 'y': 4\}}, and the mesh to plan for is \(8,\)\. Axes, .*",
+    ),
+    (
+        "shard_maps over two meshes",
+        lambda: planned(maps_twice, (X,), mesh=None),
+        MeshError,
+        rf"shard_map at {LINE} runs over the mesh \{{'x': 8\}}, and that at {LINE} over \{{'x': 2, 'y': 4\}}: .*",
+    ),
+    (
+        "shard_map against the order of the mesh",
+        lambda: planned(mapped_over((2, 4), ("x", "y"), P(("y", "x"))), (X,), mesh=None),
+        PinError,
+        rf"operand 0 of shard_map at {LINE}: .* cuts over 'y' before 'x'; use \('x', 'y'\)",
     ),
     # Arguments that are changed, and what is none
     (
