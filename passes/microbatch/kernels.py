@@ -1,8 +1,8 @@
-"""Pallas kernels on blocks of the batch: the entry of the table that is derived from the kernel itself.
+"""Operations on blocks of the batch whose bodies the table does not know: their sharding rules say what is independent.
 
-A grid axis whose runs are independent (`autopar.rules.pallas`) may run in parts. It has n points, and in every operand
-and result that it counts there is a dimension of n blocks of b elements, with a b of their own. Viewed as
-(outer, m, inner), as a split dimension is, such a dimension falls into microbatches of whole blocks if
+A grid axis of a Pallas kernel whose runs are independent (`autopar.rules.pallas`) may run in parts. It has n points,
+and in every operand and result that it counts there is a dimension of n blocks of b elements, with a b of their own.
+Viewed as (outer, m, inner), as a split dimension is, such a dimension falls into microbatches of whole blocks if
 
     n is a multiple of outer m,    so that    inner = (n / (outer m)) b
 
@@ -15,13 +15,20 @@ and microbatch k then has the same points of the axis in all operands and result
 
 No operand may be partial, since nothing is known of what the body computes. Everything else is refused with a reason
 that names the grid axis                                                                                     -> refusal
+
+Attention of cuDNN and operations with `custom_partitioning` run block by block along a free factor of their rule. That
+of cuDNN does as it is; what a block lacks of a result (the gradient of a bias that all examples share) is a partial
+result. An operation with `custom_partitioning` does as the function that its `partition` gives for as many shards as
+there are blocks, if that function communicates with no other shard, or only sums its results: a block then gives a part
+of the sum.
 """
 
 from __future__ import annotations
 
 from autopar.passes.microbatch.rule_types import Operands, RuleResult
-from autopar.passes.microbatch.states import INVARIANT, Invariant, Partial, Split, State, local_shape
-from autopar.rules import pallas
+from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Partial, Split, State, local_shape
+from autopar.rules import cudnn, pallas, partitioned
+from autopar.rules.notation import Rule
 
 
 def kernel(operands: Operands) -> RuleResult | None:
@@ -73,3 +80,51 @@ def _grid_axis(operands: Operands) -> pallas.GridAxis | str:
         strided = f" in each of {state.outer} parts" if state.outer > 1 else ""
         return f"grid axis {number}: its {axis.size} blocks do not divide into {count} microbatches{strided}"
     return axis
+
+
+# By the factors of a rule
+
+
+def partitioned_call(operands: Operands) -> RuleResult | None:
+    """An operation with `custom_partitioning`."""
+    rule = partitioned.analyse(operands.params).rule
+    factor = _split_factor(operands, rule)
+    if factor is None:
+        return None
+    params = partitioned.block_params(operands.params, rule, factor, operands.count)
+    results = tuple(Split(dims.index(factor)) if factor in dims else SUM for dims in rule.results)
+    return None if params is None else RuleResult(results, _slices(operands, rule, factor), params)
+
+
+def attention(operands: Operands) -> RuleResult | None:
+    """cuDNN's attention."""
+    name = operands.op.name
+    rule = cudnn.rule(name, operands.params, operands.shapes, operands.result_shapes)
+    factor = _split_factor(operands, rule)
+    if factor is None:
+        return None
+    results: list[State] = []
+    for i, dims in enumerate(rule.results):
+        combined = cudnn.combined(name, i)
+        if factor not in dims and combined is None:
+            return None
+        results.append(Split(dims.index(factor)) if factor in dims else Partial(combined or "sum"))
+    return RuleResult(tuple(results), _slices(operands, rule, factor))
+
+
+def _split_factor(operands: Operands, rule: Rule) -> int | None:
+    """The free factor along which all split operands are split; None if there is none."""
+    split = [(s, dims) for s, dims in zip(operands.states, rule.operands, strict=True) if isinstance(s, Split)]
+    factors = {dims[s.dim] for s, dims in split}
+    factor = factors.pop()
+    unsuitable = factors or factor not in rule.free or rule.sizes[factor] % operands.count
+    return None if unsuitable or any(s.outer > 1 for s, _ in split) else factor
+
+
+def _slices(operands: Operands, rule: Rule, factor: int) -> dict[int, Split]:
+    """The blocks of operands that are not split and have the factor."""
+    return {
+        i: Split(dims.index(factor))
+        for i, (s, dims) in enumerate(zip(operands.states, rule.operands, strict=True))
+        if factor in dims and not isinstance(s, Split)
+    }

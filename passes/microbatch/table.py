@@ -24,9 +24,8 @@ from functools import partial
 
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import ADDITIONS, ATTENTION, ELEMENTWISE, LINEAR_UNARY, RARE_ELEMENTWISE, WINDOW_REDUCTIONS
-from autopar.passes.microbatch import partitioned, rules
+from autopar.passes.microbatch import kernels, rules
 from autopar.passes.microbatch.gather import fill_combines_to_itself, gather, scatter
-from autopar.passes.microbatch.kernels import kernel
 from autopar.passes.microbatch.rule_types import (
     ANY,
     BITS,
@@ -218,8 +217,8 @@ RULES: Mapping[str, OpRules] = {
     "dot_general": OpRules(rules.dot, {"sum": NUMBER}, _linear_in("pi ip")),
     "conv_general_dilated": OpRules(rules.convolution, {"sum": NUMBER}, _linear_in("pi ip")),
     # kernels
-    "custom_partitioning": OpRules(partitioned.partitioned_call, {"sum": NUMBER}),
-    **dict.fromkeys(ATTENTION, OpRules(partitioned.attention, {"sum": NUMBER, "max": ORDERED})),
+    "custom_partitioning": OpRules(kernels.partitioned_call, {"sum": NUMBER}),
+    **dict.fromkeys(ATTENTION, OpRules(kernels.attention, {"sum": NUMBER, "max": ORDERED})),
     # gathers and scatters
     "gather": OpRules(gather, partial_operands=(PartialOperands("pi", REDUCTION_KINDS, ANY, fill_combines_to_itself),)),
     "scatter-add": OpRules(scatter, {"sum": NUMBER}, _linear_in("pip pbb")),
@@ -229,5 +228,5 @@ RULES: Mapping[str, OpRules] = {
     **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap"), OpRules(rules.per_key)),
     "random_fold_in": OpRules(rules.fold_in),
     # kernels: along the axes of their grid whose runs are independent, as derived from it
-    "pallas_call": OpRules(kernel),
+    "pallas_call": OpRules(kernels.kernel),
 }
