@@ -87,6 +87,7 @@ STAGED: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
 
 
 def _flat_ring(kind: str, levels: Sequence[Level]) -> Lines:
+    # the slowest latency and the slowest share of a link set the pace of the whole ring
     inner = inner_sizes(levels)
     link = Link(max(v.link.alpha for v in levels), max(v.link.beta / p for v, p in zip(levels, inner, strict=True)))
     return (line_of(ALGORITHMS[kind]["ring"], inner[0] * levels[0].size, link),)
@@ -104,6 +105,7 @@ def _flat_pairwise(levels: Sequence[Level]) -> Lines:
 
 
 def _flat_permute(levels: Sequence[Level]) -> Lines:
+    # All pairs send at once, each over the links of its own levels: the slowest level decides.
     alone = [line for v in levels for line in one_level("collective-permute", v)]
     return ((max(a for a, _ in alone), max(s for _, s in alone)),)
 
@@ -157,6 +159,8 @@ def _rotated(kind: str, levels: Sequence[Level]) -> Lines:
         return ()
     part, runs = ROTATED[kind]
     count = len(levels)
+    # A share 1 / count of the bytes takes each order, so that in every phase all dimensions are in use at once, and a
+    # phase ends with its slowest dimension.
     orders = [(*levels[r:], *levels[:r]) for r in range(count)]
     phases = [[_phase(part, order[i], order[i + 1 :]) for order in orders] for i in range(count)]
     alpha = sum(max(a for a, _ in phase) for phase in phases)

@@ -386,6 +386,7 @@ def _cut_factors(context: Context, op: Op) -> dict[str, int]:
         for name, dim in zip(context.names, context.read_layout(atom, f"{op.tag}.in{k}"), strict=True):
             if dim >= 0 and dims[dim] in rule.free:
                 axes.setdefault(name, dims[dim])
+    # A `shard_map` takes equal parts alone: axes are taken in their order as long as the factor divides by all of them.
     shards: dict[int, int] = {}
     for name, factor in list(axes.items()):
         shards[factor] = shards.get(factor, 1) * context.mesh.shape[name]

@@ -91,6 +91,7 @@ def rounds(moves: Sequence[Part]) -> tuple[tuple[Part, ...], ...]:
     filled: list[list[Part]] = []
     received: dict[int, int] = {}  # device -> the number of rounds until it has its box
     for part in moves:
+        # what is forwarded has to have arrived; what is not may go in the first round that has room
         after = received.get(part.sender, 0) if part.forwarded else 0
         number = next((n for n in range(after, len(filled)) if _joins(part, filled[n])), len(filled))
         if number == len(filled):

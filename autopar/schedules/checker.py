@@ -93,6 +93,7 @@ def _free_dependencies(pipeline: Pipeline, i: Instruction) -> Iterator[Instructi
 
 def _accumulate_dependencies(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
     yield Instruction("run", pipeline.kinds[-1], i.stage, i.microbatch)
+    # the sums of the window before must have been applied before those of this one begin
     if i.microbatch >= pipeline.window:
         yield Instruction("update", "", i.stage, i.microbatch // pipeline.window * pipeline.window - 1)
 
@@ -143,6 +144,8 @@ def _versions(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]
 
 def _runs_to_end(schedule: Schedule) -> bool:
     """Whether all lists end if each rank goes on as soon as all ranks of its next event have reached that event."""
+    # An event of one party is passed at once. One of several waits until all of its ranks are at it, which then move on
+    # together; if the lists contain a cycle, `moving` runs empty before they end.
     events = [[schedule.pipeline.event(i) for i in instructions] for instructions in schedule.lists]
     parties_of = Counter(key for instructions in events for key, parties in instructions if parties > 1)
     at = [0] * len(events)
@@ -164,6 +167,7 @@ def _runs_to_end(schedule: Schedule) -> bool:
 
 
 def _acyclic(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
+    # The simulation is linear and needs no graph; the graph is only built to name a cycle.
     if _runs_to_end(schedule):
         return
     names: dict[object, str] = {}

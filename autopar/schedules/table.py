@@ -105,11 +105,13 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
         "eager-1f1b": ScheduleSpec(
             "1f1b with forward passes early enough to hide their transfers",
             orders.eager_one_f_one_b,
+            # one more microbatch per border behind the rank than 1F1B, whose output is on its way meanwhile
             lambda size, rank: min(2 * (size.ranks - rank) - 1, size.items),
         ),
         "interleaved-1f1b": ScheduleSpec(
             "1f1b with several stages per rank: a smaller bubble, more transfers",
             orders.interleaved_one_f_one_b,
+            # warm-up of the last chunk, and one group of `ranks` microbatches for each chunk before it
             lambda size, rank: min(
                 2 * (size.ranks - rank) - 1 + (size.chunks - 1) * size.ranks, size.chunks * size.items
             ),
@@ -132,6 +134,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
         "chimera": ScheduleSpec(
             "two copies of the model, run through in opposite directions",
             orders.chimera,
+            # half of the microbatches go down and half up; a rank in the middle is far from the end of both
             lambda size, rank: min(size.ranks // 2 + 1 + min(rank, size.ranks - 1 - rank), size.items),
             executable=False,
             placement=lambda size: (*range(size.ranks), *reversed(range(size.ranks))),

@@ -170,6 +170,7 @@ class _Copies:
 
     def settled(self, value: int, end: End) -> None:
         """A result that goes into another buffer at its one end: as it was made, at the moments that read it so."""
+        # until the last reader of the value as it was made; from then on only the other buffer has it
         last, root = self._read_last(value), self.sizes.program.root(value)
         if last is not None and isinstance(root, int):
             link = self._link(value, self._binding(value), self._reader(end), [end])
@@ -189,6 +190,7 @@ class _Copies:
             link.other("value", alive_until + 1, born - 1, of_target=False)
             if until > alive_until:
                 self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(link, first, until)
+        # Readers in the order of their last moments: each takes over what the one before it no longer needs.
         before, birth_of_value = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
         if not self.carried.isdisjoint(ends):
             link.other("value", birth_of_value, born, of_target=False)

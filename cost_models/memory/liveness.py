@@ -77,6 +77,7 @@ class Liveness:
         """The same from the bytes of every buffer, as `sizes` returns them."""
         length = len(self.moments) + 2
         c = self._columns
+        # Bytes are added at the birth of a buffer and taken away one moment after its death: it counts at both ends.
         sizes = np.where(self._argument, 0.0, sizes)
         change = np.bincount(c.birth, sizes, length) - np.bincount(c.death + 1, sizes, length)
         return np.cumsum(change, dtype=np.float64)[:-1]
@@ -193,6 +194,7 @@ def highest_peaks(nbytes: Floats, above: float) -> list[int]:
 
     `nbytes`: of every moment, shape (moments,).
     """
+    # ">=" before and ">" after: of equal neighbours only the last is a peak
     before, after = np.append(0.0, nbytes[:-1]), np.append(nbytes[1:], 0.0)
     moments = np.flatnonzero((nbytes > above) & (nbytes >= before) & (nbytes > after))
     return [int(m) for m in moments[np.argsort(-nbytes[moments], kind="stable")][:SHOWN]]

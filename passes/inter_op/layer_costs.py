@@ -73,6 +73,7 @@ class LayerClasses:
 
     def at(self, count: int) -> LayerClasses | None:
         """The same for another number of microbatches; None if that needs another analysis."""
+        # Only the passes of the layers that are costed are looked at: of equal layers that is one.
         split = self.stages.split
         try:
             stages = tuple(
@@ -100,6 +101,7 @@ class LayerClasses:
             read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
             totals = [t for pass_ in self.stages.stages[s].passes.values() for t in pass_.totals if t.value in read]
             sums = [types[t.value] for t in totals if not programs.accumulator(t).is_stacked]
+            # gradients of 16 bits are accumulated in float32, hence 4 bytes at least
             nbytes[kind] = state + math.fsum(t.size * max(t.itemsize, 4) for t in sums if "float" in t.dtype)
         return nbytes
 
@@ -114,6 +116,8 @@ def layer_classes(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> 
     """
     kinds = tuple(layer.kind for layer in layers.layers)
     of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
+    # The first of equal layers may differ at its border, where it reads what the embedding makes; the second has equal
+    # layers on both sides.
     chosen = {kind: positions[min(1, len(positions) - 1)] for kind, positions in of_kind.items()}
     borders = sorted({b for i in chosen.values() for b in (i, i + 1)} - {0, len(kinds)})
     first = [0, *borders]

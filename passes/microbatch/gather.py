@@ -87,6 +87,7 @@ def _batch_dims(operands: Operands) -> list[int]:
 def _gather_rows(operands: Operands, operand: State, indices: Split) -> RuleResult | None:
     """A gather whose indices are split along their rows."""
     numbers, dim = operands.params["dimension_numbers"], indices.dim
+    # The last dimension of the indices is the components of one index, which must stay together.
     if dim == len(operands.shapes[1]) - 1:
         return None
     result = Split(_batch_dims(operands)[dim], indices.outer)
@@ -116,6 +117,8 @@ def _own_block_indices(
     constant = operands.constant_component(1, component)
     if constant is None or not constant.size:
         return None
+    # An index as (outside, block, inside), as the dimension is viewed: its block must be the one that reads it, and
+    # (outside, inside), its place in that block, must be equal on all blocks, which run one program.
     extent, n = operands.shapes[0][operand.dim], operands.count
     inner = extent // operand.outer // n
     outside, rest = np.divmod(constant, inner * n)
@@ -171,6 +174,8 @@ def _scatter_rows(operands: Operands, indices: Split, rows: Sequence[int]) -> Ru
         target, local_indices = aligned
         aligned = align_operand(target, operand, target, 0)
         return aligned and RuleResult(aligned.results, {**slices, **aligned.slices}, local_indices=local_indices)
+    # Rows that may point anywhere add to zeros: each block gives a part of the sum. What the operand had before would
+    # be counted once per block.
     summed = operands.op.name == "scatter-add" and operand == ZERO
     return RuleResult((SUM,), slices) if summed else None
 

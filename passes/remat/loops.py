@@ -87,6 +87,7 @@ def _is_droppable(
 ) -> bool:
     """Whether only the backward loop reads a stacked result, slice by slice, and its body can recompute it."""
     atom, stacked = forward.body_results[result], forward.stacked[result]
+    # What the body only passes through has no producer, and is stacked for nothing but its value.
     producer = next((op for op in forward.body.ops if atom in op.outputs), None)
     if producer is None or atom in _effect_dependent(forward.body.ops):
         return False
@@ -95,6 +96,7 @@ def _is_droppable(
     operand_positions = [k for k, a in enumerate(backward.op.inputs) if a == stacked]
     if list(builder.program.readers[stacked]) != [position] or min(operand_positions) < backward.first:
         return False
+    # `jax.checkpoint` inside the backward body recomputes from what it reads: that must stay as it is.
     slices = {backward.body.inputs[k] for k in operand_positions}
     return not any(is_user_remat(op) and not slices.isdisjoint(values_of(op.inputs)) for op in backward.body.ops)
 
@@ -113,6 +115,7 @@ def _loops_with_recompute(
 ) -> tuple[Op, Op]:
     """Both loops, with these stacked results recomputed in the body of the backward loop."""
     kept = [j for j in range(len(forward.body_results)) if j not in dropped]
+    # reversed, so that of several results that keep one value the first is read
     stacked_in = {forward.body_results[j]: forward.stacked[j] for j in reversed(kept)}
     operands = _RecomputeOperands(builder, forward, backward, stacked_in)
     saved = {v for op in forward.body.ops if keeps_products and op.name in PRODUCTS for v in op.outputs}

@@ -170,6 +170,8 @@ class _Planner:
 
     def plan_all(self, limits: Sequence[MemoryLimit | None]) -> list[PlannedStage]:
         """Plans of all stages within their memory limits."""
+        # In order: a stage takes over the layouts of the values that it exchanges with earlier stages on equal
+        # submeshes, so that transfers between them move shards as they are.
         boundaries: dict[int, BoundaryLayouts] = {}
         planned: list[PlannedStage] = []
         for number, limit in enumerate(limits):
@@ -197,6 +199,7 @@ class _Planner:
         values = self._pinned_values(graph)
         pins = tuple(tuple(sorted(fixed.items())) for fixed in (arguments, results, values))
         offloaded = self._offloaded(graph)
+        # all that the solution depends on: what differs among stages of one program is what is pinned or offloaded
         key = (program.hash, mesh, pins, offloaded)
         if key not in self.problems:
             problem = StageProblem(graph, mesh, rules, self.options, arguments, results, offloaded, values)
@@ -256,6 +259,7 @@ class _Planner:
         self._check_results(resolved)
         layouts = {v: layout for i, layout in pinned_arguments.items() if (v := inputs[i]) in graph.arguments}
         arguments = {position[graph.arguments[v]]: layout for v, layout in layouts.items()}
+        # Where a stage reads the whole batch, as for a mask count, its blocks are cut from it without communication.
         read_whole = [v for v in graph.arguments if v in split.batch]
         arguments.update((position[graph.arguments[v]], (-1,) * len(mesh.sizes)) for v in read_whole)
         received, sent = self.boundary_pins(graph.stage, boundaries)

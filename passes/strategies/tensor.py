@@ -155,6 +155,7 @@ class _Walk:
             self._reshape_weight(op, self.weights[source])
         elif (dim := self.cut.get(source)) is not None:
             target = types[op.outputs[0]].shape
+            # Row-major order: the dimension that begins where the cut one begins has as many elements from there on.
             end = math.prod(types[source].shape[dim:])
             ends = (d for d, n in enumerate(target) if n > 1 and math.prod(target[d:]) == end)
             first = next(ends, None)
@@ -165,6 +166,7 @@ class _Walk:
         """A reshaped parameter, with the dimensions that the reshape keeps."""
         types = self.step.graph.types
         source, target = types[_value(op.inputs[0])].shape, types[op.outputs[0]].shape
+        # a dimension is kept if it has its extent and its place in row-major order
         kept = {(n, math.prod(source[d:])): weight.dims[d] for d, n in enumerate(source) if n > 1}
         dims = tuple(kept.get((n, math.prod(target[d:])), -1) for d, n in enumerate(target))
         self.weights[op.outputs[0]] = _Weight(weight.leaf, dims)
