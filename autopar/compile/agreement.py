@@ -66,9 +66,9 @@ def planned_by_first(
 
 def _compare(programs: Sequence[Mapping[str, str]]) -> None:
     """PlanMismatchError if a process plans something else than process 0."""
-    first, *others = programs
+    first, *rest = programs
     name = first["name"]
-    for process, theirs in enumerate(others, 1):
+    for process, theirs in enumerate(rest, 1):
         if theirs == first:
             continue
         different = next(field for field in ("name", "program", "options") if theirs[field] != first[field])

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.bench.equal.run import quick_flags
+from autopar.bench.processes import deaths as measured_deaths
 
 SCRIPT = Path(__file__).parent / "launched_steps.py"
 
@@ -108,6 +109,24 @@ def test_a_process_that_dies_is_named_by_the_others_and_by_the_exit_status() -> 
     done = launched(2, 2, "death")
     assert done.returncode == 128 + signal.SIGKILL
     assert "ProcessError: the step cannot go on: process 1 of 2 does not answer" in done.stderr
+    assert "autopar launch: process 1 of 2 was ended by SIGKILL" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def deaths() -> Sequence[Mapping[str, Any]]:
+    """Process 1 of two is killed while steps run, then process 0."""
+    return measured_deaths.run(measured_deaths.Deaths(rounds=2, phases=("steps",)))
+
+
+def test_the_others_end_with_a_named_error_when_a_process_is_killed(deaths: Sequence[Mapping[str, Any]]) -> None:
+    assert [row["victim"] for row in deaths] == [1, 0]
+    assert all(row["ok"] for row in deaths), [measured_deaths.line(row) for row in deaths]
+
+
+def test_a_process_that_has_named_another_does_not_wait_for_it_at_its_end(deaths: Sequence[Mapping[str, Any]]) -> None:
+    (first,) = deaths[0]["survivors"]
+    assert first["status"] == 1, "JAX ends a process that waits with SIGABRT"
+    assert "ProcessError: the step cannot go on: process 1 of 2 does not answer" in first["said"]
 
 
 def test_the_last_line_of_process_0_comes_last_and_the_exit_status_is_that_of_the_first_that_failed(
