@@ -360,6 +360,19 @@ def bench_transfers(as_json: Json = False) -> None:
     finish(all(row["ok"] for row in rows))
 
 
+@app.command("dispatch")
+def bench_dispatch(
+    repeats: Repeats = 30,
+    processes: Annotated[str | None, typer.Option(help="numbers, with commas between; default: 1,2,4")] = None,
+    as_json: Json = False,
+) -> None:
+    """A pipeline's step in one, two and four processes: its instructions, and the simulator with measured transfers."""
+    from autopar.bench.processes import dispatch as measure
+
+    rows = measure.run(repeats, measure.PROCESSES if processes is None else sizes(processes), say)
+    report(as_json, {"rows": rows}, lambda: measure.table(rows))
+
+
 @app.command("soak")
 def bench_soak(
     steps: Annotated[int, typer.Option(min=10, help="how many")] = 2000,

@@ -38,7 +38,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> Mapping[str, Mapping[str, An
     return {row["case"]: row for row in printed}
 
 
-EQUAL = ("one mesh", "1f1b", "tied", "two stages each", "parts")
+EQUAL = ("one mesh", "1f1b", "tied", "two stages each", "parts", "prefetched")
 REFUSED = ("batch differs", "pin", "functions")
 
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_processes(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     """Two processes of two devices: a stage, or two, in each."""
-    return rows(launched(2, 2, *EQUAL, *REFUSED, f"checkpoint={folder}"))
+    return rows(launched(2, 2, *EQUAL, *REFUSED, "forty", f"checkpoint={folder}"))
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -76,6 +76,14 @@ def test_a_pipeline_s_checkpoint_is_restored_onto_one_mesh_and_in_one_process(
         assert restored["w"].sharding == sharding
         assert np.asarray(restored["w"]).tolist() == row["w"]
     assert restored["count"] == 4
+
+
+def test_steps_leave_no_arrays_behind(two_processes: Mapping[str, Mapping[str, Any]]) -> None:
+    row = two_processes["forty"]
+    assert len(row["live"]) == 2
+    for after_ten, after_forty in row["live"]:
+        assert after_ten == after_forty
+    assert row["loss"] <= 1e-12
 
 
 def test_a_stage_may_span_two_processes() -> None:
