@@ -6,8 +6,9 @@ gpt-toy in two stages under 1F1B runs on four virtual CPU devices, divided among
     instructions    of a process: the passes, transfers and updates that concern its devices
     host            time from one instruction to the next in the thread that walks the list, nothing waited for but
                     transfers between processes; medians by kind
-    compute         the passes and updates of a process in a step, each waited for
-    rest            (step - compute) / instructions, of the process that computes longest
+    compute         the passes and updates of the stage that takes longest, each waited for; an update also waits for
+                    totals of other stages
+    rest            (step - compute) / the most instructions of a process
     transfer        alpha + beta bytes, from arrays that go to and fro between the first and the last device
     simulated       simulation of the schedule's lists at these prices; where processes wait for transfers, these do
                     not overlap with computation
@@ -92,9 +93,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     measured = statistics.median(times)
     prices = _prices(every, transfer_times(sizes.nbytes, alpha, beta))
     simulated = simulate(step.schedule, prices).seconds
-    busy, count = max(
-        (sum(median * n for key, median, n in x["alone"] if key[0] != "send"), x["instructions"]) for x in every
-    )
+    busy = max(_busy(every, stage) for stage in range(STAGES))
+    count = max(x["instructions"] for x in every)
     yield {
         "processes": jax.process_count(),
         "step_s": measured,
@@ -208,6 +208,14 @@ def _prices(every: Sequence[Any], transfer: Mapping[tuple[int, int], float]) -> 
     passes = (tuple(slowest.get(("run", kind, s, -1), 0.0) for s in range(STAGES)) for kind in "FBW")
     update = tuple(slowest.get(("update", "", s, -1), 0.0) + begin / STAGES for s in range(STAGES))
     return Prices(*passes, transfer=transfer, update=update, overlap=len(every) == 1)
+
+
+def _busy(every: Sequence[Any], stage: int) -> float:
+    """s of the passes and updates of a stage in a step, in the process that takes longest."""
+    return max(
+        sum(median * n for key, median, n in figures["alone"] if key[0] != "send" and key[2] == stage)
+        for figures in every
+    )
 
 
 def _host(every: Sequence[Any], op: str) -> float:
