@@ -24,6 +24,7 @@ _HOMES = {
     "check": "autopar.api",
     "restore_checkpoint": "autopar.api",
     "save_checkpoint": "autopar.api",
+    "prefetch": "autopar.compile.batches",
     "Check": "autopar.verification.checking",
     "verify": "autopar.verification.verify",
     "Report": "autopar.verification.verify",
@@ -70,6 +71,7 @@ __all__ = [
     "parallelize",
     "pins",
     "plan",
+    "prefetch",
     "register_rule",
     "restore_checkpoint",
     "save_checkpoint",
@@ -79,6 +81,7 @@ __all__ = [
 if TYPE_CHECKING:
     from autopar import pins
     from autopar.api import check, gather, parallelize, plan, restore_checkpoint, save_checkpoint
+    from autopar.compile.batches import prefetch
     from autopar.errors import (
         ArgumentError as ArgumentError,
     )

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import checkpoints, jax_compat
 from autopar.checkpoints import Saving
-from autopar.compile import plan_step
+from autopar.compile import batches, plan_step
 from autopar.compile.call import warn
 from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
@@ -374,6 +374,10 @@ class ParallelFunction:
             f"{name_of(self.__wrapped__)} has no plan with an argument of {len(names)} leaves such as "
             f"{', '.join(map(repr, sorted(names)[:2]))}. Call its plan(...) first, or pass a tree with shardings."
         )
+
+    def batch_shardings(self, batch: Any) -> batches.Shardings | None:
+        """Where compiled steps take the leaves of a batch (None: on the host); None if none is compiled for it."""
+        return batches.shardings(batch, self._executables.values())
 
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Measure some steps, and compare them with the plan.

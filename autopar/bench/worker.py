@@ -1,7 +1,8 @@
 """Measurements in processes of their own: cold caches, bounded memory, and a crash that costs one row.
 
 A worker is `python -m MODULE SPEC`, SPEC a JSON object; each line that it prints is a JSON object. `lines` starts one
-and yields what it prints; `cpu_devices` is what a worker calls before JAX starts a backend.
+and yields what it prints, `launched` a script in several processes; `cpu_devices` is what a worker calls before JAX
+starts a backend.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -58,7 +59,26 @@ def lines(
     `patience`: seconds without a line after which the worker is killed. WorkerError if it ends with another status
     than 0.
     """
-    command = [sys.executable, "-m", module, json.dumps(spec)]
+    yield from _printed([sys.executable, "-m", module, json.dumps(spec)], f"{module} {json.dumps(spec)}", env, patience)
+
+
+def launched(
+    processes: int,
+    devices: int,
+    script: str,
+    spec: Mapping[str, Any],
+    env: Mapping[str, str] | None = None,
+    patience: float | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The same for a script in several processes of so many virtual devices; one of them prints."""
+    counts = ["--processes", str(processes), "--devices-per-process", str(devices)]
+    command = [sys.executable, "-m", "autopar.cli", "launch", *counts, script, json.dumps(spec)]
+    yield from _printed(command, f"{processes} processes of {script} {json.dumps(spec)}", env, patience)
+
+
+def _printed(
+    command: Sequence[str], name: str, env: Mapping[str, str] | None, patience: float | None
+) -> Iterator[dict[str, Any]]:
     pipe = subprocess.PIPE
     # stderr goes to a file: a worker that writes more than a pipe holds would wait for a reader
     with (
@@ -77,11 +97,11 @@ def lines(
         errors.seek(0)
         words = errors.read().strip().splitlines()
     if watch.killed:
-        raise WorkerError(f"{module} {json.dumps(spec)} was silent for {patience:g} s and was killed")
+        raise WorkerError(f"{name} was silent for {patience:g} s and was killed")
     if child.returncode == REFUSED:
         raise WorkerError(words[-1])
     if child.returncode != 0:
-        raise WorkerError(f"{module} {json.dumps(spec)} ended with {child.returncode}: {' | '.join(words[-TAIL:])}")
+        raise WorkerError(f"{name} ended with {child.returncode}: {' | '.join(words[-TAIL:])}")
 
 
 def collect(

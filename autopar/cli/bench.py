@@ -324,12 +324,67 @@ def bench_processes(
     as_json: Json = False,
 ) -> None:
     """Three steps over several processes against three steps on one device."""
-    from autopar.bench import processes as measure
+    from autopar.bench.processes import equal as measure
 
     counts = tuple(map(int, words(processes, tuple(map(str, measure.PROCESSES)))))
     rows = measure.run(measure.Product(words(models, measure.MODELS), counts), resume, say)
     report(as_json, {"rows": rows}, lambda: measure.table(rows))
     finish(all(row["ok"] for row in rows))
+
+
+@app.command("deaths")
+def bench_deaths(
+    rounds: Annotated[int, typer.Option(min=1, help="how many processes are killed, one after the other")] = 10,
+    processes: Annotated[int, typer.Option(min=2, help="in each round")] = 2,
+    heartbeat: Annotated[int, typer.Option(min=1, help="seconds until a silent process counts as dead")] = 30,
+    seed: Annotated[int, typer.Option(help="of the moments")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Kill one of several processes at a random time, and time how long all others take to end with a named error."""
+    from autopar.bench.processes import deaths as measure
+
+    rows = measure.run(measure.Deaths(rounds, processes, heartbeat, seed), say)
+    report(as_json, {"rows": rows}, lambda: measure.table(rows))
+    finish(all(row["ok"] for row in rows))
+
+
+@app.command("transfers")
+def bench_transfers(as_json: Json = False) -> None:
+    """Count the bytes that cross between processes in compiled transfers, beside their lower bound."""
+    from autopar.bench import worker
+    from autopar.bench.processes import transfers as measure
+
+    worker.cpu_devices(measure.DEVICES)
+    rows = measure.run(tell=say)
+    report(as_json, {"rows": rows}, lambda: measure.table(rows))
+    finish(all(row["ok"] for row in rows))
+
+
+@app.command("dispatch")
+def bench_dispatch(
+    repeats: Repeats = 30,
+    processes: Annotated[str | None, typer.Option(help="numbers, with commas between; default: 1,2,4")] = None,
+    as_json: Json = False,
+) -> None:
+    """A pipeline's step in one, two and four processes: its instructions, and the simulator with measured transfers."""
+    from autopar.bench.processes import dispatch as measure
+
+    rows = measure.run(repeats, measure.PROCESSES if processes is None else sizes(processes), say)
+    report(as_json, {"rows": rows}, lambda: measure.table(rows))
+
+
+@app.command("soak")
+def bench_soak(
+    steps: Annotated[int, typer.Option(min=10, help="how many")] = 2000,
+    processes: Annotated[int, typer.Option(min=2, help="of two devices each")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Thousands of steps over several processes: growth of memory and of live arrays, and the last loss."""
+    from autopar.bench.processes import soak as measure
+
+    row = measure.run(steps, processes)
+    report(as_json, row, lambda: measure.table(row))
+    finish(row["ok"])
 
 
 @app.command("sensitivity")

@@ -1,7 +1,8 @@
 """`autopar launch`: one script in several processes on this machine, connected by `jax.distributed`.
 
 What the processes print is passed through line by line; the last line of process 0 comes last. When a process fails,
-the others have a while to end by themselves, and are killed then. The exit status is that of the first that failed.
+it is named, and the others have a while to end by themselves before they are killed. The exit status is that of the
+first that failed.
 """
 
 from __future__ import annotations
@@ -80,14 +81,23 @@ def _start(launch: Launch, address: str, process: int) -> subprocess.Popen[str]:
 
 
 def _status(children: Sequence[_Child]) -> int:
-    failed, deadline = 0, float("inf")
-    while any(child.status is None for child in children) and time.monotonic() < deadline:
-        first = next((child.status for child in children if child.status), 0)
-        if first and not failed:
-            failed, deadline = first, time.monotonic() + GRACE
+    while any(child.status is None for child in children) and _first_failed(children) is None:
         time.sleep(POLL)
-    failed = failed or next((child.status for child in children if child.status), 0)
-    return 128 - failed if failed < 0 else failed  # as a shell reports a signal
+    failed = _first_failed(children)
+    if failed is None:
+        return 0
+    process, status = failed
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+    print(f"autopar launch: process {process} of {len(children)} {how}", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + GRACE
+    while any(child.status is None for child in children) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    return 128 - status if status < 0 else status  # as a shell reports a signal
+
+
+def _first_failed(children: Sequence[_Child]) -> tuple[int, int] | None:
+    """(process, status) of a process that failed."""
+    return next(((i, child.status) for i, child in enumerate(children) if child.status), None)
 
 
 @dataclass(eq=False)

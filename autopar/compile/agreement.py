@@ -23,7 +23,7 @@ from autopar.compile.call import Call, warn
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.graph import graph_hash
 from autopar.plans.plan import Plan, from_json
-from autopar.plans.validation.schema import parsed
+from autopar.plans.schema import parsed
 from autopar.runtime.planned_step import PlannedStep
 
 
@@ -66,9 +66,9 @@ def planned_by_first(
 
 def _compare(programs: Sequence[Mapping[str, str]]) -> None:
     """PlanMismatchError if a process plans something else than process 0."""
-    first, *following = programs
+    first, *rest = programs
     name = first["name"]
-    for process, theirs in enumerate(following, 1):
+    for process, theirs in enumerate(rest, 1):
         if theirs == first:
             continue
         different = next(field for field in ("name", "program", "options") if theirs[field] != first[field])

@@ -4,11 +4,13 @@ A sharding gives every device a box of the array, one range per dimension. Devic
 
     parts     a target box is the union of its intersections with the distinct source boxes. Each intersection is sent
               once, by one of the replicas that hold it: the receiver itself, one of its process, or the next in turn
-    copies    a target box goes to the first of its replicas, and from there to the others in ceil(log2 n) rounds
+    copies    a target box goes to one of its replicas in each process that holds a part of it, or else to the first;
+              from there to one in every other process, in ceil(log2 n) rounds; and then to the others of its process
     rounds    in a round a device sends at most one box and receives at most one, and all boxes have one shape, so
               that a round is one collective permutation
 
-So no byte enters a process more often than the target's distinct boxes there contain it, if each box has one replica.
+So a byte enters a process as often as the target's distinct boxes there contain it, and not at all if the process holds
+it already: the lower bound (`least`).
 """
 
 from __future__ import annotations
@@ -62,13 +64,32 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
         near = [d for d in devices if owners[d] == owners[receiver]]
         return receiver if receiver in devices else near[0] if near else next(turns[box])
 
-    first = [
-        Part(sender(box, devices[0]), devices[0], common)
-        for wanted, devices in replicas.items()
-        for box in holders
-        if (common := intersection(wanted, box)) is not None
-    ]
-    return (*first, *(part for wanted, devices in replicas.items() for part in _copies(wanted, devices)))
+    def near(wanted: Box, devices: Sequence[int]) -> bool:
+        """Whether the process of these devices holds a part of a box."""
+        own = owners[devices[0]]
+        return any(owners[d] == own and intersection(wanted, box) is not None for d, box in source.items())
+
+    first, copies = list[Part](), list[Part]()
+    for wanted, devices in replicas.items():
+        groups = _by_process(devices, owners)
+        direct = [group[0] for group in groups if near(wanted, group)] or [groups[0][0]]
+        first += (
+            Part(sender(box, device), device, common)
+            for device in direct
+            for box in holders
+            if (common := intersection(wanted, box)) is not None
+        )
+        leaders = [*direct, *(group[0] for group in groups if group[0] not in direct)]
+        copies += _copies(wanted, leaders, len(direct))
+        copies += (part for group in groups for part in _copies(wanted, group))
+    return (*first, *copies)
+
+
+def _by_process(devices: Sequence[int], owners: Mapping[int, Hashable]) -> list[list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for device in devices:
+        groups.setdefault(owners[device], []).append(device)
+    return list(groups.values())
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -77,9 +98,8 @@ def intersection(a: Box, b: Box) -> Box | None:
     return None if any(begin >= end for begin, end in box) else box
 
 
-def _copies(box: Box, devices: Sequence[int]) -> Iterator[Part]:
-    """Copies of a box from the first device to all, twice as many devices having it after each round."""
-    have = 1
+def _copies(box: Box, devices: Sequence[int], have: int = 1) -> Iterator[Part]:
+    """Copies of a box from the first `have` devices to all, twice as many devices having it after each round."""
     while have < len(devices) and math.prod(end - begin for begin, end in box):
         for sender, receiver in zip(devices[:have], devices[have : 2 * have], strict=False):
             yield Part(sender, receiver, box, forwarded=True)
@@ -99,6 +119,19 @@ def rounds(moves: Sequence[Part]) -> tuple[tuple[Part, ...], ...]:
         filled[number].append(part)
         received[part.receiver] = max(received.get(part.receiver, 0), number + 1)
     return tuple(map(tuple, filled))
+
+
+def least(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[int, Hashable]) -> int:
+    """The elements that have to enter a process: of its distinct target boxes, what it does not hold in the source."""
+    own: dict[Hashable, set[Box]] = {}
+    for device, box in source.items():
+        own.setdefault(owners[device], set()).add(box)
+    wanted = {(owners[device], box) for device, box in target.items()}
+    return sum(_size(box) - sum(_size(intersection(box, x)) for x in own.get(p, ())) for p, box in wanted)
+
+
+def _size(box: Box | None) -> int:
+    return 0 if box is None else math.prod(end - begin for begin, end in box)
 
 
 def _joins(part: Part, together: Sequence[Part]) -> bool:

@@ -35,7 +35,7 @@ class Executable:
     plan: Plan
     programs: Mapping[str, Any]
     _out_tree: Any
-    _run: Callable[[Sequence[Any]], Sequence[Any]]
+    _run: SingleMeshRunner | PipelineRunner
     _watched_as: str = ""  # name of the step in a warning that its first run does not end; empty: no warning
     _ran: threading.Event = field(default_factory=threading.Event)
 
@@ -79,6 +79,11 @@ class Executable:
         if seconds <= 0:
             return self._run(leaves)
         return warn_if_slow(lambda: self._run(leaves), self._watched_as, seconds)
+
+    @functools.cached_property
+    def taken_at(self) -> Sequence[NamedSharding | None]:
+        """Where the step takes each argument leaf; None for one that stays on the host."""
+        return self._run.taken_at
 
     @functools.cached_property
     def _plain(self) -> bool:

@@ -40,6 +40,7 @@ def lost_processes_named() -> Iterator[None]:
         if jax.process_count() == 1 or not any(word in text.lower() for word in LOST):
             raise
         silent = _silent_processes()
+        jax_compat.end_without_the_others(lambda: _last_words(silent))
         who = (
             f"process {', '.join(map(str, silent))} of {jax.process_count()} does not answer" if silent else text[:200]
         )
@@ -51,16 +52,25 @@ def lost_processes_named() -> Iterator[None]:
 
 def _silent_processes() -> list[int]:
     """The processes that do not answer a roll call."""
-    deadline, store = time.monotonic() + ROLL_CALL, jax_compat.process_store()
     try:
-        store.put(f"autopar/alive/{jax.process_index()}", b"here")
-        return [
-            process
-            for process in range(jax.process_count())
-            if store.get(f"autopar/alive/{process}", max(0.1, deadline - time.monotonic())) is None
-        ]
+        return _without("alive", range(jax.process_count()), ROLL_CALL)
     except jax.errors.JaxRuntimeError:  # the store is that of process 0
         return [0]
+
+
+def _last_words(silent: Sequence[int]) -> None:
+    """Say that this process ends. Process 0, with which the store ends, waits until all others there say so."""
+    if 0 in silent:
+        return
+    later = range(1, jax.process_count() if jax.process_index() == 0 else 1)
+    _without("ending", [i for i in later if i not in silent], 2 * ROLL_CALL)
+
+
+def _without(word: str, processes: Sequence[int], seconds: float) -> list[int]:
+    """The processes that have not said a word after so many seconds; this one says it."""
+    deadline, store = time.monotonic() + seconds, jax_compat.process_store()
+    store.put(f"autopar/{word}/{jax.process_index()}", b"here")
+    return [i for i in processes if store.get(f"autopar/{word}/{i}", max(0.1, deadline - time.monotonic())) is None]
 
 
 def agree(leaves: Sequence[Any], paths: Sequence[str]) -> tuple[bool, ...]:

@@ -110,6 +110,11 @@ class SingleMeshRunner:
     shardings: tuple[NamedSharding, ...]
     in_place: list[Any] = field(default_factory=list)
 
+    @property
+    def taken_at(self) -> Sequence[NamedSharding | None]:
+        """The sharding in which it takes each argument leaf."""
+        return self.shardings
+
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         last = self.in_place or [None] * len(self.shardings)
         donated = frozenset(self.plan.donated)
@@ -139,6 +144,18 @@ class PipelineRunner:
     step: PipelineStep
     shardings: tuple[NamedSharding | None, ...]
     weak: tuple[int, ...]
+
+    @property
+    def taken_at(self) -> Sequence[NamedSharding | None]:
+        """The sharding in which it takes each argument leaf: of the batch, that of the first stage that reads it.
+
+        With several processes None for the batch, which all of them have, or have parts of.
+        """
+        if jax.process_count() > 1:
+            return self.shardings
+        begins = reversed(self.step.lowered_schedule.begins)
+        first = {position: sharding for begin in begins for _, position, sharding in begin.arguments}
+        return [first.get(i) if sharding is None else sharding for i, sharding in enumerate(self.shardings)]
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         with jax_compat.no_mesh():

@@ -16,9 +16,10 @@ instruction list, which is the same everywhere, so that no two wait for each oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
-from autopar.runtime.exchange import Box, Part, parts, rounds
+from autopar.runtime.exchange import Box, Part, least, parts, rounds
 
 #: Mesh axis of the devices that take part in a move.
 AXIS = "devices"
@@ -149,11 +150,17 @@ class Exchange:
 
     Attributes:
         moves: per array, (shape, dtype, source sharding, target sharding).
+        process_of: the process of a device.
         devices: those of all shardings, in the order of their numbers.
     """
 
-    def __init__(self, moves: Sequence[tuple[tuple[int, ...], Any, Sharding, NamedSharding]]) -> None:
+    def __init__(
+        self,
+        moves: Sequence[tuple[tuple[int, ...], Any, Sharding, NamedSharding]],
+        process_of: Callable[[Any], int] = attrgetter("process_index"),
+    ) -> None:
         self.moves = tuple(moves)
+        self.process_of = process_of
         every = {d for _, _, source, target in moves for d in (*source.device_set, *target.device_set)}
         self.devices = tuple(sorted(every, key=lambda device: device.id))
         self._position = {device: i for i, device in enumerate(self.devices)}
@@ -223,7 +230,22 @@ class Exchange:
 
     @property
     def _owners(self) -> Mapping[int, int]:
-        return {i: device.process_index for i, device in enumerate(self.devices)}
+        return {i: self.process_of(device) for i, device in enumerate(self.devices)}
+
+    def least_bytes(self) -> int:
+        """The bytes that have to enter a process between the sources and the shardings that the permutations bring."""
+        return sum(
+            least(self._boxes(source, i), self._boxes(between, i), self._owners) * np.dtype(dtype).itemsize
+            for i, ((_, dtype, source, _), between) in enumerate(zip(self.moves, self._between, strict=True))
+        )
+
+    def as_text(self) -> str:
+        """The compiled HLO of the permutations; device i of the program is `devices[i]`."""
+        types = [
+            jax.ShapeDtypeStruct(self._whole(source.shard_shape(shape)), dtype, sharding=self._on_all)
+            for shape, dtype, source, _ in self.moves
+        ]
+        return self._program.lower(*types).compile().as_text()
 
     @cached_property
     def _program(self) -> Any:

@@ -21,6 +21,7 @@ import autopar
 from autopar import jax_compat
 from autopar.bench.equal import case as equal_case
 from autopar.bench.equal.pipeline_case import BATCH
+from autopar.bench.processes.soak import memory
 from autopar.errors import AutoparError
 
 DEVICES = 4
@@ -60,10 +61,14 @@ def refusal(call: Callable[[], Any]) -> Mapping[str, Any]:
         text = "no error"
     except AutoparError as error:
         text = f"{type(error).__name__}: {error}"
+    return {"errors": from_all(text)}
+
+
+def from_all(text: str) -> list[str]:
+    """The texts of all processes."""
     store = jax_compat.process_store()
     store.put(f"test/{CASE}/{ME}", text.encode())
-    texts = [store.get(f"test/{CASE}/{i}", 60.0) or b"" for i in range(jax.process_count())]
-    return {"errors": [text.decode() for text in texts]}
+    return [(store.get(f"test/{CASE}/{i}", 60.0) or b"").decode() for i in range(jax.process_count())]
 
 
 def a_batch_that_differs() -> Any:
@@ -97,6 +102,23 @@ def a_batch_as_parts() -> Mapping[str, Any]:
     return {"loss": abs(float(loss) - float(plain_loss)), "state": float(differs)}
 
 
+def prefetched_batches() -> Mapping[str, Any]:
+    """Whole batches that are prefetched, for a step on one mesh and for one in stages."""
+    batches = [X + number for number in range(4)]
+    differences = list[tuple[float, float]]()
+    for options in ({"stages": 1}, {"stages": 2, "num_microbatches": 1}):
+        step = autopar.parallelize(loss_step, mesh=(DEVICES,), **options)
+        w, loss, single_w, single_loss = W, 0.0, jnp.asarray(W), 0.0
+        for x in autopar.prefetch(iter(batches), step):
+            w, loss = step(w, x)
+        for x in batches:
+            single_w, single_loss = loss_step(single_w, jnp.asarray(x))
+        state = np.abs(autopar.gather(w) - np.asarray(single_w)).max()
+        differences.append((abs(float(loss) - float(single_loss)), float(state)))
+    losses, states = zip(*differences, strict=True)
+    return {"loss": max(losses), "state": max(states)}
+
+
 def a_checkpoint(folder: str) -> Mapping[str, Any]:
     """A pipeline's state is saved, and restored onto one mesh of all processes."""
     options: Mapping[str, Any] = {"num_microbatches": 1, "donate_argnums": ()}
@@ -113,6 +135,22 @@ def a_checkpoint(folder: str) -> Mapping[str, Any]:
     restored = autopar.restore_checkpoint(folder, one_mesh)
     ours, expected = (one_mesh(restored, X)[1], pipeline(state, X)[1])
     return {"loss": abs(float(ours) - float(expected)), "state": 0.0, "w": autopar.gather(state["w"]).tolist()}
+
+
+def forty_steps() -> Mapping[str, Any]:
+    """Live arrays of every process after ten steps and after forty, and the loss beside that of one device."""
+    step = autopar.parallelize(loss_step, stages=2, mesh=(DEVICES,), num_microbatches=1)
+    single = jax.jit(loss_step)
+    w, single_w, live, loss, expected = W, jnp.asarray(W), list[tuple[int, int]](), 0.0, 0.0
+    for number in range(1, 41):
+        w, value = step(w, X)
+        single_w, single_value = single(single_w, X)
+        loss, expected = float(value), float(single_value)
+        if number in (10, 40):
+            count = memory()
+            live.append((count.buffers, count.buffer_bytes))
+    every = from_all(json.dumps(live))
+    return {"loss": abs(loss - expected), "live": [json.loads(text) for text in every]}
 
 
 def a_process_that_dies() -> Mapping[str, Any]:
@@ -134,10 +172,12 @@ CASES: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "two stages each": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=4, schedule="1f1b"),
     "spanning": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
     "parts": a_batch_as_parts,
+    "prefetched": prefetched_batches,
     "batch differs": lambda: refusal(a_batch_that_differs),
     "pin": lambda: refusal(a_pin_without_an_argument),
     "death": a_process_that_dies,
     "checkpoint": a_checkpoint,
+    "forty": forty_steps,
     "functions": lambda: refusal(a_function_for_each_process),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.runtime.exchange import Box, Part, crossing, parts, rounds
+from autopar.runtime.exchange import Box, Part, crossing, least, parts, rounds
 
 SHAPE = (4, 6)
 
@@ -80,15 +80,20 @@ def test_a_device_sends_and_receives_one_box_of_one_shape_in_a_round(
         assert len({part.sender for part in together}) == len(together) == len({part.receiver for part in together})
 
 
-@given(CUTS, CUTS, st.integers(1, 3))
-def test_between_two_processes_every_element_crosses_once(
-    cuts: tuple[int, int], wanted: tuple[int, int], replicas: int
+@given(SHARDINGS, SHARDINGS, st.integers(1, 4))
+def test_no_more_elements_cross_between_processes_than_have_to(
+    source: Mapping[int, Box], target: Mapping[int, Box], per_process: int
 ) -> None:
-    """The target has no replicas, as after `without_replicas`, and the source any number."""
-    source = sharding(0, cuts, replicas)
-    target = sharding(len(source), wanted, 1)
-    owners = {d: int(d >= len(source)) for d in (*source, *target)}
-    assert crossing(parts(source, target, owners), owners) == math.prod(SHAPE)
+    """Counted element by element: what the distinct target boxes of a process contain, and its source boxes do not."""
+    owners = {d: d // per_process for d in (*source, *target)}
+    bound = 0
+    for process in {*owners.values()}:
+        have = np.zeros(SHAPE, bool)
+        for box in (box for d, box in source.items() if owners[d] == process):
+            have[tuple(slice(*ends) for ends in box)] = True
+        for box in {box for d, box in target.items() if owners[d] == process}:
+            bound += int((~have)[tuple(slice(*ends) for ends in box)].sum())
+    assert crossing(parts(source, target, owners), owners) == bound == least(source, target, owners)
 
 
 def test_a_receiver_takes_what_it_holds_then_what_its_process_holds() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.bench.equal.run import quick_flags
+from autopar.bench.processes import deaths as measured_deaths
 
 SCRIPT = Path(__file__).parent / "launched_steps.py"
 
@@ -37,7 +38,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> Mapping[str, Mapping[str, An
     return {row["case"]: row for row in printed}
 
 
-EQUAL = ("one mesh", "1f1b", "tied", "two stages each", "parts")
+EQUAL = ("one mesh", "1f1b", "tied", "two stages each", "parts", "prefetched")
 REFUSED = ("batch differs", "pin", "functions")
 
 
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_processes(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     """Two processes of two devices: a stage, or two, in each."""
-    return rows(launched(2, 2, *EQUAL, *REFUSED, f"checkpoint={folder}"))
+    return rows(launched(2, 2, *EQUAL, *REFUSED, "forty", f"checkpoint={folder}"))
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -75,6 +76,14 @@ def test_a_pipeline_s_checkpoint_is_restored_onto_one_mesh_and_in_one_process(
         assert restored["w"].sharding == sharding
         assert np.asarray(restored["w"]).tolist() == row["w"]
     assert restored["count"] == 4
+
+
+def test_steps_leave_no_arrays_behind(two_processes: Mapping[str, Mapping[str, Any]]) -> None:
+    row = two_processes["forty"]
+    assert len(row["live"]) == 2
+    for after_ten, after_forty in row["live"]:
+        assert after_ten == after_forty
+    assert row["loss"] <= 1e-12
 
 
 def test_a_stage_may_span_two_processes() -> None:
@@ -108,6 +117,24 @@ def test_a_process_that_dies_is_named_by_the_others_and_by_the_exit_status() -> 
     done = launched(2, 2, "death")
     assert done.returncode == 128 + signal.SIGKILL
     assert "ProcessError: the step cannot go on: process 1 of 2 does not answer" in done.stderr
+    assert "autopar launch: process 1 of 2 was ended by SIGKILL" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def deaths() -> Sequence[Mapping[str, Any]]:
+    """Process 1 of two is killed while steps run, then process 0."""
+    return measured_deaths.run(measured_deaths.Deaths(rounds=2, phases=("steps",)))
+
+
+def test_the_others_end_with_a_named_error_when_a_process_is_killed(deaths: Sequence[Mapping[str, Any]]) -> None:
+    assert [row["victim"] for row in deaths] == [1, 0]
+    assert all(row["ok"] for row in deaths), [measured_deaths.line(row) for row in deaths]
+
+
+def test_a_process_that_has_named_another_does_not_wait_for_it_at_its_end(deaths: Sequence[Mapping[str, Any]]) -> None:
+    (first,) = deaths[0]["survivors"]
+    assert first["status"] == 1, "JAX ends a process that waits with SIGABRT"
+    assert "ProcessError: the step cannot go on: process 1 of 2 does not answer" in first["said"]
 
 
 def test_the_last_line_of_process_0_comes_last_and_the_exit_status_is_that_of_the_first_that_failed(

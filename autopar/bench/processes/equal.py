@@ -12,10 +12,6 @@ One launch (`autopar.cli.launch`) of a number of processes runs all cases of a m
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +21,7 @@ from typing import Any
 import jax
 
 from autopar.bench import rows as rows_kept
+from autopar.bench import worker
 from autopar.bench.equal import case as equal_case
 from autopar.bench.equal import pipeline_case
 from autopar.bench.equal.run import quick_flags
@@ -41,8 +38,6 @@ PIPELINES = (
     ("1f1b", 4, "tensor"),
     ("zb-h1", 4, "data"),
 )
-#: Begins a line of a launch that is a row.
-MARK = "ROW "
 
 Row = Mapping[str, Any]
 Key = tuple[str, int, str]
@@ -80,22 +75,17 @@ def _key(row: Row) -> Key:
 
 def _launched(model: str, processes: int, plans: Sequence[str]) -> Iterator[Row]:
     """Rows of one launch; a failed row for each plan that is missing when it ends."""
-    arguments = ["--processes", str(processes), "--devices-per-process", str(DEVICES // processes)]
-    command = [sys.executable, "-m", "autopar.cli", "launch", *arguments, __file__, model, json.dumps(list(plans))]
     quick = {"XLA_FLAGS": quick_flags(), "AUTOPAR_CACHE_DIR": ""}
-    left, pipe = list(plans), subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **quick}) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        for text in child.stdout:
-            if text.startswith(MARK):
-                row = json.loads(text.removeprefix(MARK))
-                left.remove(row["plan"])
-                yield row
-        errors = child.stderr.read().strip().splitlines()
+    left, why = list(plans), "the launch ended without it"
+    try:
+        spec = {"model": model, "plans": list(plans)}
+        for row in worker.launched(processes, DEVICES // processes, __file__, spec, quick):
+            left.remove(row["plan"])
+            yield row
+    except worker.WorkerError as error:
+        why = str(error)
     for plan in left:
-        why = f"the launch ended with {child.returncode}: {errors[-1] if errors else ''}"
-        yield {"model": model, "processes": processes, "plan": plan, "ok": False, "failures": [why[:300]]}
+        yield {"model": model, "processes": processes, "plan": plan, "ok": False, "failures": [why[-300:]]}
 
 
 def line(row: Row) -> str:
@@ -134,21 +124,20 @@ def case(baseline: equal_case.Single, plan: str) -> Row:
     return {**asdict(numbers), "ok": not failures, "failures": failures}
 
 
-def run_plans(model: str, plans: Sequence[str]) -> None:
-    """Run the plans of a model, and print the rows in process 0."""
+def work(spec: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of the plans of a model, in process 0."""
     jax.config.update("jax_enable_x64", True)
     warnings.simplefilter("ignore")
-    baseline = equal_case.single(model, "float64", pipeline_case.BATCH)
-    for plan in plans:
+    baseline = equal_case.single(spec["model"], "float64", pipeline_case.BATCH)
+    for plan in spec["plans"]:
         try:
             row = case(baseline, plan)
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             row = {"ok": False, "failures": (text[:300],)}
         if jax.process_index() == 0:
-            named = {"model": model, "processes": jax.process_count(), "plan": plan, **row}
-            print(f"{MARK}{json.dumps(named)}", flush=True)
+            yield {"model": spec["model"], "processes": jax.process_count(), "plan": plan, **row}
 
 
 if __name__ == "__main__":
-    run_plans(sys.argv[1], json.loads(sys.argv[2]))
+    worker.serve(work)

@@ -1,0 +1,1 @@
+"""Several processes: equality, deaths, transfers, a soak, and the time of a step; one command each."""
