@@ -23,7 +23,7 @@ from autopar.compile.call import Call, warn
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.graph import graph_hash
 from autopar.plans.plan import Plan, from_json
-from autopar.plans.schema import parsed
+from autopar.plans.validation.schema import parsed
 from autopar.runtime.planned_step import PlannedStep
 
 
