@@ -5,8 +5,10 @@
 
 A forked process has everything that the tasks refer to, programs and closures included, which cannot be pickled. It
 must not call into a backend of JAX, whose threads it lacks. So the tasks run in this process, one after the other, if a
-backend is initialized already, or if there is one processor. Otherwise no task runs in this process, not even a single
-one: a task may initialize a backend (lowering a program does), and later tasks would then have to run here.
+backend is initialized already, or if there is one processor. They do as well once `jax.distributed` is initialized: a
+backend of a forked process would wait for those of all other processes. Otherwise no task runs in this process, not
+even a single one: a task may initialize a backend (lowering a program does), and later tasks would then have to run
+here.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ def _in_order(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
 
 def _workers(tasks: int) -> int:
     """Number of processes for this many tasks; 0: they run in this process."""
-    if jax_compat.backends_are_initialized() or not hasattr(os, "fork"):
+    if jax_compat.backends_are_initialized() or jax_compat.is_distributed() or not hasattr(os, "fork"):
         return 0
     processes = workers()
     return min(processes, tasks) if processes > 1 else 0

@@ -59,6 +59,18 @@ def test_with_a_backend_tasks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parallel_map.results([]) == []
 
 
+def test_once_jax_distributed_is_initialized_tasks_run_here() -> None:
+    """A backend in a forked process would wait for the backends of all processes."""
+    script = """
+import os, jax
+from autopar import jax_compat, parallel_map
+from autopar.cli.launch import free_port
+jax.distributed.initialize(f"localhost:{free_port()}", 1, 0)
+print(parallel_map.results([os.getpid, os.getpid]) == [os.getpid()] * 2, jax_compat.backends_are_initialized())
+"""
+    assert processes.printed(script, "0").strip() == "True False"
+
+
 def with_workers(number: int, script: str) -> str:
     """What a script prints with a number of processes."""
     environment = {"AUTOPAR_WORKERS": str(number), "AUTOPAR_CACHE_DIR": ""}

@@ -39,6 +39,7 @@ from autopar.jax_compat.partitioning import partitioning_rule as partitioning_ru
 from autopar.jax_compat.processes import Conversation as Conversation
 from autopar.jax_compat.processes import ProcessStore as ProcessStore
 from autopar.jax_compat.processes import end_without_the_others as end_without_the_others
+from autopar.jax_compat.processes import is_distributed as is_distributed
 from autopar.jax_compat.processes import process_store as process_store
 from autopar.jax_compat.shard_maps import bind_on_mesh as bind_on_mesh
 from autopar.jax_compat.shard_maps import shard_map_parts as shard_map_parts

@@ -154,3 +154,20 @@ def test_the_last_line_of_process_0_comes_last_and_the_exit_status_is_that_of_th
     lines = [line for line in done.stdout.splitlines() if " of " in line]
     assert sorted(lines[:-1]) == ["first of 0 ['--own'] 6", "first of 1 ['--own'] 6", "last of 1"]
     assert lines[-1] == "last of 0"
+
+
+def test_planning_may_be_the_first_that_a_script_does_with_jax(tmp_path: Path) -> None:
+    """Before a backend is initialized; strategies among the pins are expanded in every process."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax, numpy as np, autopar\n"
+        "def train_step(w, x):\n"
+        "    loss, gradient = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)\n"
+        "    return w - 0.1 * gradient, loss\n"
+        "step = autopar.parallelize(train_step, mesh={'data': 2}, pins=autopar.pins.fsdp('data'))\n"
+        "_, loss = step(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32))\n"
+        "print(float(loss))\n"
+    )
+    done = launched(2, 1, script=script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "16.0"
