@@ -170,6 +170,19 @@ def test_operations_one_by_one_are_the_step():
     assert {"scan", "while", "cond", "custom_jvp_call", "remat2"} <= taken
 
 
+def test_loops_under_vmap_one_by_one() -> None:
+    """Each example goes round as often as it says."""
+
+    def doubled(x, times):
+        return jax.lax.while_loop(lambda c: c[1] > 0, lambda c: (c[0] * 2, c[1] - 1), (x, times))
+
+    x, times = np.ones((3, 2)), np.array([0, 3, 1])
+    jaxpr = jax.make_jaxpr(jax.vmap(doubled))(x, times)
+    ours, left = noise.one_by_one(jaxpr, [jax.numpy.asarray(x), jax.numpy.asarray(times)], lambda x: x)
+    assert ours[:, 0].tolist() == [1.0, 8.0, 2.0]
+    assert left.tolist() == [0, 0, 0]
+
+
 # Shrinking
 
 

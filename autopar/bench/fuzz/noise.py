@@ -75,8 +75,17 @@ def _while(equation: Any, operands: list[Any], changed: Changed) -> list[Any]:
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carried = operands[second:]
-    while one_by_one(params["cond_jaxpr"], [*operands[:first], *carried], changed)[0]:
-        carried = one_by_one(params["body_jaxpr"], [*operands[first:second], *carried], changed)
+    while np.any(goes_on := one_by_one(params["cond_jaxpr"], [*operands[:first], *carried], changed)[0]):
+        after = one_by_one(params["body_jaxpr"], [*operands[first:second], *carried], changed)
+        # under `vmap` there is a predicate for each example, and those that have ended stay as they are
+        carried = (
+            [
+                jnp.where(jnp.expand_dims(goes_on, [*range(goes_on.ndim, x.ndim)]), y, x)
+                for x, y in zip(carried, after, strict=True)
+            ]
+            if goes_on.ndim
+            else after
+        )
     return carried
 
 
