@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [] if effort.ALL else [item for item in items if item.get_closest_marker("exhaustive")]
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in {*left}]
+        items[:] = [item for item in items if item not in left]
 
 
 gc.set_threshold(200_000, 20, 20)  # graphs of whole programs are large, and few of them are in cycles

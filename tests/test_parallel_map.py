@@ -64,7 +64,7 @@ def test_once_jax_distributed_is_initialized_tasks_run_here() -> None:
     script = """
 import os, jax
 from autopar import jax_compat, parallel_map
-from autopar.cli.launch import free_port
+from autopar.bench.worker import free_port
 jax.distributed.initialize(f"localhost:{free_port()}", 1, 0)
 print(parallel_map.results([os.getpid, os.getpid]) == [os.getpid()] * 2, jax_compat.backends_are_initialized())
 """

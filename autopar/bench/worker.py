@@ -2,13 +2,14 @@
 
 A worker is `python -m MODULE SPEC`, SPEC a JSON object; each line that it prints is a JSON object. `lines` starts one
 and yields what it prints, `launched` a script in several processes; `cpu_devices` is what a worker calls before JAX
-starts a backend.
+starts a backend. `process_command` is how `autopar launch` starts each of several processes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,45 @@ def launched(
     counts = ["--processes", str(processes), "--devices-per-process", str(devices)]
     command = [sys.executable, "-m", "autopar.cli", "launch", *counts, script, json.dumps(spec)]
     yield from _printed(command, f"{processes} processes of {script} {json.dumps(spec)}", env, patience)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return int(server.getsockname()[1])
+
+
+def process_command(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    address: str,
+    processes: int,
+    process: int,
+    devices: int,
+    heartbeat: int,
+    platform: str = "cpu",
+) -> list[str]:
+    """The command of one of several processes of a script, connected by `jax.distributed`.
+
+    Args:
+        script, arguments: a Python file, and its arguments.
+        address: host and port of the coordination service, in process 0.
+        processes, process: how many there are, and which one it is.
+        devices: of a process.
+        heartbeat: seconds without a sign of life after which a process counts as dead.
+        platform: "cpu" for virtual CPU devices, or "gpu".
+    """
+    spec = {
+        "address": address,
+        "processes": processes,
+        "process": process,
+        "platform": platform,
+        "devices": devices,
+        "heartbeat": heartbeat,
+    }
+    return [sys.executable, "-m", "autopar.cli.launched", json.dumps(spec), script, *arguments]
 
 
 def _printed(

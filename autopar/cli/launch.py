@@ -7,9 +7,7 @@ first that failed.
 
 from __future__ import annotations
 
-import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
+
+from autopar.bench.worker import free_port, process_command
 
 #: Lines of gloo, which tells of each connection.
 NOISE = "[Gloo]"
@@ -60,23 +60,17 @@ def run(launch: Launch) -> int:
             child.finish()
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens to."""
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return int(server.getsockname()[1])
-
-
 def _start(launch: Launch, address: str, process: int) -> subprocess.Popen[str]:
-    spec = {
-        "address": address,
-        "processes": launch.processes,
-        "process": process,
-        "platform": launch.platform,
-        "devices": launch.devices,
-        "heartbeat": launch.heartbeat,
-    }
-    command = [sys.executable, "-m", "autopar.cli.launched", json.dumps(spec), launch.script, *launch.arguments]
+    command = process_command(
+        launch.script,
+        launch.arguments,
+        address=address,
+        processes=launch.processes,
+        process=process,
+        devices=launch.devices,
+        heartbeat=launch.heartbeat,
+        platform=launch.platform,
+    )
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace")
 
 

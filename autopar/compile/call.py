@@ -137,7 +137,7 @@ def wanted_mesh(traced: Traced, s: Settings) -> Any:
 
 
 def _mesh_of_maps(graph: Graph, given: Any) -> Any:
-    first = next(manual.calls(graph), None)
+    first = manual.first_call(graph)
     if first is None:
         return given
     own = manual.call_of(first).mesh

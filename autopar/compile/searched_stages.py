@@ -34,6 +34,7 @@ from autopar.plans import cache as plan_cache
 from autopar.plans import pipeline as pipeline_plan
 from autopar.plans.plan import Plan
 from autopar.plans.stage_budget import budget_error
+from autopar.rules import manual
 from autopar.rules.registry import registered_rules
 from autopar.runtime.load import load
 from autopar.runtime.planned_step import PlannedStep
@@ -71,7 +72,7 @@ def excludes_search(s: Settings, traced: Traced) -> str | None:
         "memory_budget='min'": s.memory_budget == "min",
         f"offload='{choose_offload.ALL}'": s.offload == choose_offload.ALL,
         "arguments on an Explicit mesh": bool(traced.pins),
-        "a shard_map in the step": pipelines.shard_map_of(traced.graph) is not None,
+        "a shard_map in the step": manual.first_call(traced.graph) is not None,
     }
     return next((reason for reason, excludes in reasons.items() if excludes), None)
 

@@ -34,11 +34,8 @@ from autopar.hardware.calibrate import Calibration, Measured, Message, Product, 
 if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
 
-# Operations in a row of one program; a program that ends within `SOON` is replaced by a longer one, whose call and
-# timer weigh less.
 SHORT, LONG = 6, 48
 SOON = 1e-2  # s
-# The least of so many rounds counts: others share the machine, and nothing makes a run shorter than it takes.
 REPEATS = 15
 
 #: rows, columns, contracted extent; large, and narrow in one or two of the three.

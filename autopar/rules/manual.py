@@ -123,6 +123,11 @@ def calls(graph: Graph) -> Iterator[Op]:
     return (op for op in graph.walk() if op.name == MANUAL)
 
 
+def first_call(graph: Graph) -> Op | None:
+    """The first `shard_map` of a program; None without one."""
+    return next(calls(graph), None)
+
+
 def line(op: Op) -> str:
     """The source line of a `shard_map`; of one that is the whole step, where its body begins."""
     return op.source or next((inner.source for inner in call_of(op).body.walk() if inner.source), "an unknown line")

@@ -64,7 +64,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
         near = [d for d in devices if owners[d] == owners[receiver]]
         return receiver if receiver in devices else near[0] if near else next(turns[box])
 
-    def near(wanted: Box, devices: Sequence[int]) -> bool:
+    def holds_part(wanted: Box, devices: Sequence[int]) -> bool:
         """Whether the process of these devices holds a part of a box."""
         own = owners[devices[0]]
         return any(owners[d] == own and intersection(wanted, box) is not None for d, box in source.items())
@@ -72,7 +72,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
     first, copies = list[Part](), list[Part]()
     for wanted, devices in replicas.items():
         groups = _by_process(devices, owners)
-        direct = [group[0] for group in groups if near(wanted, group)] or [groups[0][0]]
+        direct = [group[0] for group in groups if holds_part(wanted, group)] or [groups[0][0]]
         first += (
             Part(sender(box, device), device, common)
             for device in direct

@@ -135,9 +135,10 @@ CONVERSIONS: Mapping[str, tuple[Conversion, ...]] = MappingProxyType(
 def lower_collectives(platform: str, context: Context) -> tuple[Collective, ...]:
     """The collectives of a plan as the compiler of a platform is known to emit them."""
     planned: tuple[Collective, ...] = context.plan.collectives
-    as_written = tuple(c for c in planned if _is_manual(c, context))
-    chosen = tuple(c for c in planned if not _is_manual(c, context))
-    converted = reduce(lambda chosen, convert: convert(chosen, context), CONVERSIONS[platform], chosen)
+    as_written, chosen = list[Collective](), list[Collective]()
+    for c in planned:
+        (as_written if _is_manual(c, context) else chosen).append(c)
+    converted = reduce(lambda pieces, convert: convert(pieces, context), CONVERSIONS[platform], tuple(chosen))
     return (*converted, *as_written)
 
 

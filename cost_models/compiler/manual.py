@@ -27,7 +27,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.hardware.description import Device
 from autopar.ir.graph import Atom, Body, Graph, Op, Region
 from autopar.ir.op_sets import PRODUCTS
-from autopar.rules.manual import MANUAL, NO_WORK, ManualCall, call_of, kind_of
+from autopar.rules.manual import MANUAL, MOST_CACHED, NO_WORK, ManualCall, call_of, kind_of
 
 
 def seconds(call: ManualCall, mesh: LogicalMesh) -> float:
@@ -37,7 +37,7 @@ def seconds(call: ManualCall, mesh: LogicalMesh) -> float:
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_CACHED)
 def compute_seconds(body: Graph, device: Device) -> float:
     """Seconds of one run of a body without its collectives."""
     return math.fsum(level.runs * part for level in body.bodies for part in _seconds(body, level, device))
@@ -110,7 +110,7 @@ def _efficiency(op: Op, shapes: Sequence[tuple[int, ...]], device: Device) -> fl
 # Memory
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_CACHED)
 def workspace_bytes(body: Graph) -> int:
     """Most bytes that a run of a body has in memory at once, beside its arguments and results."""
     return _peak(body, body.ops, body.outputs, {*body.inputs, *body.outputs})

@@ -25,7 +25,7 @@ from autopar.cost_models.memory.lower_bound import written_bytes
 from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, PinError, ScheduleError
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.hardware.meshes import Target
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op import search as stage_search
 from autopar.passes.inter_op.lower_bound import PipelineBound
@@ -567,14 +567,9 @@ def _numbers(extent: int, wanted: int, fits: Callable[[int], bool]) -> Iterator[
     return (m for m in order if extent % m == 0 and fits(m))
 
 
-def shard_map_of(graph: Graph) -> Op | None:
-    """The first `shard_map` of a program; None without one."""
-    return next(manual.calls(graph), None)
-
-
 def check_options(s: PipelineOptions, graph: Graph) -> None:
     """ArgumentError for a step that stages do not support: one with a `shard_map`."""
-    op = shard_map_of(graph)
+    op = manual.first_call(graph)
     if op is not None:
         sizes = dict(manual.call_of(op).mesh)
         raise ArgumentError(

@@ -77,16 +77,15 @@ def _while(equation: Any, operands: list[Any], changed: Changed) -> list[Any]:
     carried = operands[second:]
     while np.any(goes_on := one_by_one(params["cond_jaxpr"], [*operands[:first], *carried], changed)[0]):
         after = one_by_one(params["body_jaxpr"], [*operands[first:second], *carried], changed)
-        # under `vmap` there is a predicate for each example, and those that have ended stay as they are
-        carried = (
-            [
-                jnp.where(jnp.expand_dims(goes_on, [*range(goes_on.ndim, x.ndim)]), y, x)
-                for x, y in zip(carried, after, strict=True)
-            ]
-            if goes_on.ndim
-            else after
-        )
+        carried = [_where(goes_on, x, y) for x, y in zip(after, carried, strict=True)]
     return carried
+
+
+def _where(goes_on: Any, after: Any, before: Any) -> Any:
+    """A carried value after an iteration. Under `vmap` an example whose predicate is false keeps its value."""
+    if not goes_on.ndim:
+        return after
+    return jnp.where(jnp.expand_dims(goes_on, [*range(goes_on.ndim, after.ndim)]), after, before)
 
 
 def _scan(equation: Any, operands: list[Any], changed: Changed) -> list[Any]:

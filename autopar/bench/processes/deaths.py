@@ -12,10 +12,8 @@ with an error that names what has happened:
 
 from __future__ import annotations
 
-import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
+from autopar.bench import worker
 
 DEVICES = 2  # of a process
 LIMIT_S = 60.0  # in which all others have to end
@@ -79,13 +78,14 @@ def run(deaths: Deaths, tell: Callable[[str], None] = lambda text: None) -> list
 
 def _round(deaths: Deaths, victim: int, phase: str, after: float, folder: Path) -> Row:
     """Kill one process in a phase, and wait for the others."""
-    address = f"localhost:{_free_port()}"
+    of_all: Any = {"processes": deaths.processes, "devices": DEVICES, "heartbeat": deaths.heartbeat}
+    address = f"localhost:{worker.free_port()}"
     errors = [folder / f"{i}.err" for i in range(deaths.processes)]
     children = list[subprocess.Popen[str]]()
     try:
         for i, path in enumerate(errors):
             with path.open("w") as stream:
-                command = [*_process(deaths, address, i), str(folder)]
+                command = worker.process_command(__file__, [str(folder)], address=address, process=i, **of_all)
                 children.append(subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=stream))
         _await(folder / f"{victim}.{phase}", children)
         time.sleep(after)
@@ -104,25 +104,6 @@ def _round(deaths: Deaths, victim: int, phase: str, after: float, folder: Path) 
     ok = all(e["seconds"] is not None and e["status"] != 0 and any(n in e["said"] for n in NAMED) for e in ended)
     row = {"processes": deaths.processes, "victim": victim, "phase": phase, "after": after}
     return {**row, "survivors": ended, "ok": ok}
-
-
-def _process(deaths: Deaths, address: str, process: int) -> list[str]:
-    """The command of a process, as `autopar launch` starts it."""
-    spec = {
-        "address": address,
-        "processes": deaths.processes,
-        "process": process,
-        "platform": "cpu",
-        "devices": DEVICES,
-        "heartbeat": deaths.heartbeat,
-    }
-    return [sys.executable, "-m", "autopar.cli.launched", json.dumps(spec), __file__]
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return int(server.getsockname()[1])
 
 
 def _await(file: Path, children: Sequence[subprocess.Popen[str]]) -> None:

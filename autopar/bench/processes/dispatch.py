@@ -47,7 +47,6 @@ PROCESSES = (1, 2, 4)
 WARM_UP = 5
 SIZES = (2**10, 2**22)  # bytes of a calibrated transfer: latency is seen at the first, bandwidth at the second
 REPEATS = 20  # of a calibrated transfer
-WAITS = 600.0  # s that process 0 waits for the figures of another
 
 Row = Mapping[str, Any]
 

@@ -35,7 +35,6 @@ MODEL, BATCH, BATCHES = "gpt-toy", 16, 8
 DEVICES = 2  # of a process
 GROWTH = 8 * 2**20  # bytes
 TOLERANCE, TIMES = 1e-9, 10.0
-WAITS = 600.0  # s that process 0 waits for the figures of another
 
 Row = Mapping[str, Any]
 
@@ -70,7 +69,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     """The figures of all processes, in process 0."""
     jax.config.update("jax_enable_x64", True)
     warnings.simplefilter("ignore")
-    steps, me, devices = spec["steps"], jax.process_index(), DEVICES * jax.process_count()
+    steps, devices = spec["steps"], DEVICES * jax.process_count()
     model = zoo.build(MODEL, dtype="float64", batch=BATCH)
     batches = [jax.tree.map(jax.device_get, model.make_batch(jax.random.key(1 + i))) for i in range(BATCHES)]
     first = jax.tree.map(jax.device_get, model.init(jax.random.key(0)))
@@ -82,11 +81,10 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         losses.append(float(metrics["loss"]))
         if number + 1 in (steps // 10, steps):
             seen.append(memory())
-    store = jax_compat.process_store()
-    store.put(f"soak/{me}", json.dumps([asdict(m) for m in seen]).encode())
-    if me > 0:
+    talk = jax_compat.process_store().conversation("soak")
+    every = [json.loads(said) for said in talk.from_all("memory", lambda: json.dumps([*map(asdict, seen)]).encode())]
+    if jax.process_index() > 0:
         return
-    every = [json.loads(store.get(f"soak/{i}", WAITS) or b"[]") for i in range(jax.process_count())]
     single = _single(model, first, batches, steps)
     reverse = _single(model, first, [jax.tree.map(lambda x: x[::-1], batch) for batch in batches], steps)
     difference, rounding = abs(losses[-1] - single) / abs(single), abs(reverse - single) / abs(single)
