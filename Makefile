@@ -45,7 +45,7 @@ core: $(VENV)/.installed-test ## run the core of the test suite
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m core $(PYTEST_ARGS)
 
 goldens: $(VENV)/.installed-test ## write what the text cases expect anew, all or some: ARGS="op_groups remat"
-	@$(BIN)/python -m tests.goldens $(ARGS)
+	@$(BIN)/python -m tests.support.goldens $(ARGS)
 
 bench: $(VENV)/.installed-test ## run a benchmark: ARGS="equal --models gpt-toy"; ARGS=--help lists them
 	@$(BIN)/autopar bench $(ARGS)

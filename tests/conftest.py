@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from autopar.bench.equal.run import quick_flags
-from tests import effort
+from tests.support import effort
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()  # read when a backend starts
 jax.config.update("jax_num_cpu_devices", 8)

@@ -8,7 +8,7 @@ import pytest
 from autopar import zoo
 from autopar.bench.references.alpa import CLUSTER, OPTIMIZERS, PUBLISHED
 from autopar.hardware.cluster import Cluster
-from tests.effort import sample
+from tests.support.effort import sample
 
 
 @pytest.mark.parametrize("name", sample(PUBLISHED, ["gpt-350m", "gpt-39b", "moe-27b", "moe-70b", "wresnet-13b"]))

@@ -11,7 +11,7 @@ import pytest
 
 from autopar import zoo
 from autopar.bench.equal import run as equal
-from tests.effort import sample
+from tests.support.effort import sample
 
 #: Models of many kinds; all of them are the benchmark's.
 MODELS = sample(

@@ -15,7 +15,7 @@ from autopar.bench import worker
 from autopar.bench.equal import pipeline as equal_pipeline
 from autopar.bench.equal.pipeline_case import Row
 from autopar.errors import ArgumentError
-from tests.effort import sample
+from tests.support.effort import sample
 
 #: One model of every kind; all of them are the benchmark's.
 MODELS = ("equinox-toy", "gpt-toy-tied", "gpt-toy-scan", "moe-toy", "gpt-toy", "flax-linen-toy", "unet-toy", "vit-toy")

@@ -9,7 +9,7 @@ import pytest
 from autopar import jax_compat, zoo
 from autopar.bench.pipelines import gpipe
 from autopar.bench.step import Variant
-from tests.effort import sample
+from tests.support.effort import sample
 
 
 @pytest.mark.parametrize(

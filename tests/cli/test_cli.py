@@ -13,7 +13,7 @@ import pytest
 from autopar import api, cli, zoo
 from autopar.errors import ArgumentError
 from autopar.plans.plan import Plan
-from tests.effort import sample
+from tests.support.effort import sample
 
 EXAMPLE = """
 import jax

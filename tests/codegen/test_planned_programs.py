@@ -24,8 +24,8 @@ from autopar.passes.stages.plan_all import StagePlans, plan_stages
 from autopar.runtime import PipelineStep, build, data_parallel
 from autopar.schedules import Size, bounds, check, make
 from autopar.zoo import build as zoo
-from tests.effort import sample
 from tests.runtime.test_runtime import QUICK, assert_close
+from tests.support.effort import sample
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

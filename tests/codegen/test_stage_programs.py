@@ -17,7 +17,7 @@ from autopar.codegen.stage_programs import StageEmitter, even, program_interface
 from autopar.ir.layout import cuts, divides
 from autopar.passes.stages.divide import PASS_KINDS
 from tests.passes.stages.test_cost import mesh, plans_of
-from tests.programs.real_programs import array, sgd
+from tests.programs.steps import array, sgd
 from tests.programs.test_real_programs import assert_equal
 
 

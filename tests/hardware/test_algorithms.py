@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.hardware.algorithms import ALGORITHMS, two_level_time
-from tests.effort import examples
 from tests.hardware.simulation import STEPS, Message, Outcome, pipelined_server, run, start, two_level
+from tests.support.effort import examples
 
 ALPHA, BETA, GAMMA = 1e-5, 1e-9, 1e-10
 CASES = [(kind, name) for kind, algorithms in STEPS.items() for name in algorithms]

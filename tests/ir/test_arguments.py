@@ -15,7 +15,7 @@ from flax import nnx
 import autopar
 from autopar.api import parallelize
 from autopar.errors import AutoparWarning
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
 
 MESH: Any = {"mesh": (8,)}

@@ -14,7 +14,7 @@ import autopar
 from autopar.api import parallelize
 from autopar.errors import PinError, TraceError
 from autopar.ir.trace import trace
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
 
 P = PartitionSpec

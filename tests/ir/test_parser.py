@@ -20,8 +20,8 @@ from autopar.ir.text.parser import parse
 from autopar.ir.trace import trace
 from autopar.rules import rules_of
 from autopar.zoo import TOYS, build
-from tests.effort import sample
 from tests.programs import random_programs
+from tests.support.effort import sample
 
 
 def assert_equal(left: Graph, other: Graph) -> None:

@@ -16,7 +16,7 @@ from jax.experimental import pallas
 from jax.experimental.ode import odeint
 
 from autopar.ir.trace import trace
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 
 W, X = array(8, 4), array(2, 8)
 HALVES = jnp.full((8, 4), 0.5)

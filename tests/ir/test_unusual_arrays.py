@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.api import parallelize
 from autopar.hardware.cluster import Cluster
-from tests.effort import sample
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
+from tests.support.effort import sample
 
 pytestmark = pytest.mark.core
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.effort import sample
 from tests.judge.budget_milp import within
 from tests.judge.budgets import ROUNDING, Verdict, case, judged, summary
 from tests.passes.support.small_problems import random_problem
 from tests.passes.support.small_rows import all_peaks, brute_within, random_points
+from tests.support.effort import sample
 
 SEEDS = (1, 2, 3, 7)  # a toy and random programs of at most 300 strategies
 

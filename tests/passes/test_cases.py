@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.passes.support.printers import CASES, PRINTERS
-from tests.text_cases import Case, read, regenerate
+from tests.support.text_cases import Case, read, regenerate
 
 FOUND = [(name, case) for name in PRINTERS for case in read(CASES / f"{name}.txt")[1]]
 

@@ -28,9 +28,9 @@ from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
 from tests.plans.plan_edits import edited
-from tests.processes import printed
-from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.steps import array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
+from tests.support.processes import printed
 
 P = PartitionSpec
 ROOT = Path(__file__).parents[1]

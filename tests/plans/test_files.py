@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan, from_json
 from tests.plans.plan_edits import deep, edited, laid_out
-from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.steps import array, loss, sgd, two_layers
 
 CLUSTER = Cluster.custom((2, 4), (1e-9, 1e-9), (1e-13, 1e-13), 1e9, 1e8, 10**10)
 ARGS = two_layers(), array(16, 8)

@@ -23,7 +23,7 @@ from autopar.plans.forms import FORMS, largest
 from autopar.plans.plan import Plan, from_json
 from autopar.plans.views.parallelism import NAMES, describe
 from tests.passes.intra_op.test_optimality import data_parallel, megatron, sequence_parallel
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 
 
 def planned(fn: Callable[..., Any], args: Any, pins: Any, mesh: tuple[int, ...] = (2, 4), **options: Any) -> Plan:

@@ -17,7 +17,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import graph_hash
 from autopar.ir.trace import trace
 from autopar.plans.plan import Plan, check_matches, from_json
-from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.steps import array, loss, sgd, two_layers
 
 ARGS = two_layers(), array(16, 8)
 

@@ -18,7 +18,11 @@ from autopar.api import parallelize
 from autopar.errors import ArgumentError, AutoparError, AutoparWarning, MemoryBudgetError, PlanMismatchError
 from autopar.passes.solver import backends as solvers
 from autopar.plans.plan import Plan
-from tests.programs.mistakes import CASES, W, X, planned, product
+from tests.programs.mistaken import W, X, planned, product
+from tests.programs.mistakes import SETTINGS
+from tests.programs.mistakes_in_functions import FUNCTIONS
+
+CASES = (*SETTINGS, *FUNCTIONS)
 
 
 @pytest.mark.parametrize(("mistake", "error", "message"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])

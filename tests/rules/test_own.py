@@ -25,9 +25,9 @@ from autopar.ir.trace import trace
 from autopar.rules import Rule, rules_of
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.verification import hlo
-from tests.effort import sample
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 from tests.programs.test_real_programs import values
+from tests.support.effort import sample
 
 NAMES, SIZES = ("x", "y"), (2, 4)
 

@@ -26,7 +26,7 @@ from autopar.ir.graph import Op
 from autopar.ir.trace import trace
 from autopar.rules import partitioned, registry, rules_of
 from autopar.rules.inherent import reason
-from tests.effort import sample
+from tests.support.effort import sample
 
 pytestmark = pytest.mark.core
 

@@ -20,7 +20,7 @@ from autopar.errors import RuleError
 from autopar.ir.trace import trace
 from autopar.rules import registry, rules_of
 from autopar.rules.inherent import UNKNOWN
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 
 scaled_product = Primitive("scaled_product")
 scaled_product.def_abstract_eval(lambda x, y: x.update(shape=(x.shape[0], y.shape[1])))

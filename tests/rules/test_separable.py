@@ -17,7 +17,7 @@ from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
 from autopar.rules import rules_of
 from autopar.rules.inherent import REASONS, UNKNOWN
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
 
 STACK = 8  # no other dimension below has this extent

@@ -14,7 +14,8 @@ from autopar import rules as rules_package
 from autopar.ir.trace import trace
 from autopar.rules import RuleReader, rules_of
 from autopar.rules.shardy import read_rules
-from tests.programs.real_programs import PROGRAMS, array
+from tests.programs.real_programs import PROGRAMS
+from tests.programs.steps import array
 
 X, Y, B = array(8, 4), array(4, 6), array(2, 8, 4)
 I, IJ, J = jnp.zeros(5, jnp.int32), jnp.zeros((8, 2), jnp.int32), jnp.int32(1)

@@ -13,8 +13,8 @@ import pytest
 from autopar.errors import StageError
 from autopar.runtime import PipelineStep
 from autopar.zoo import build as zoo
-from tests.effort import sample
 from tests.runtime.test_runtime import QUICK, assert_close, checked, pipeline
+from tests.support.effort import sample
 
 
 @pytest.fixture(scope="module", autouse=True)

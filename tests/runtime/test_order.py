@@ -14,8 +14,8 @@ from autopar.runtime import PipelineStep
 from autopar.runtime.executor import Stash
 from autopar.schedules import SCHEDULES, Instruction, Size, bounds
 from autopar.zoo import build as zoo
-from tests.effort import sample
 from tests.runtime.test_runtime import pipeline
+from tests.support.effort import sample
 
 RANKS, MICROBATCHES = 2, 8
 

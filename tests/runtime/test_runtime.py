@@ -22,8 +22,8 @@ from autopar.passes.stages.divide import divide
 from autopar.runtime import PipelineStep, build
 from autopar.schedules import Size, bounds, check, make
 from autopar.zoo import build as zoo
-from tests.effort import sample
 from tests.passes.microbatch import batch_programs as programs
+from tests.support.effort import sample
 
 QUICK = dict(jax_compat.quick_compilation())
 

@@ -18,7 +18,7 @@ from autopar.api import parallelize
 from autopar.errors import AutoparWarning
 from autopar.runtime import executables
 from autopar.runtime.watch import PATIENCE, VARIABLE, patience, warn_if_slow
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 
 pytestmark = pytest.mark.core
 

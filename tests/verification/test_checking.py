@@ -20,7 +20,7 @@ from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, DifferenceError
 from autopar.hardware.cluster import Cluster
 from autopar.verification import differences
-from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.steps import array, loss, sgd, two_layers
 
 CUT: Any = {"mesh": (8,), "cluster": dear((8,))}  # at prices at which the smallest step is cut
 

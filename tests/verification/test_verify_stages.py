@@ -15,8 +15,8 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import MeshError
 from autopar.hardware.cluster import Cluster
-from tests.effort import sample
-from tests.programs.real_programs import array, sgd
+from tests.programs.steps import array, sgd
+from tests.support.effort import sample
 from tests.verification.test_verify import NEEDS, skip_without_compiler
 
 TABLE, WEIGHT = jax.ShapeDtypeStruct((40, 8), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)

@@ -14,7 +14,7 @@ from autopar.errors import ArgumentError
 from autopar.zoo import TOYS, build, names
 from autopar.zoo.moe import balance, route
 from autopar.zoo.table import FAMILIES
-from tests.effort import sample
+from tests.support.effort import sample
 
 GPT_FORMULA = {  # Alpa: L (12 D^2 + 11 D) + V (D + 1), as printed by its benchmark suite
     "125m": 124408832,

@@ -29,10 +29,10 @@ from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan import StageProblem
 from autopar.plans.pipeline import make_plan
 from autopar.rules import rules_of
-from tests.effort import examples, sample
 from tests.passes.inter_op.test_dynamic_program import divisions
 from tests.passes.inter_op.test_optimality import CLUSTERS
 from tests.passes.inter_op.test_search import traced
+from tests.support.effort import examples, sample
 
 COUNT = 2
 MODELS: dict[str, dict[str, Any]] = {

@@ -17,9 +17,9 @@ from autopar.passes.inter_op.simulate import FoundPipeline, rank
 from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import NONE
-from tests.effort import sample
 from tests.passes.inter_op.test_dynamic_program import divisions, priced
 from tests.passes.inter_op.test_search import cluster, traced
+from tests.support.effort import sample
 
 COUNTS = (2, 4)
 

@@ -35,8 +35,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.options import settings
 from autopar.plans.plan import Plan, from_json
-from tests.effort import sample
 from tests.programs.test_real_programs import assert_equal
+from tests.support.effort import sample
 
 
 @pytest.fixture(scope="module", autouse=True)

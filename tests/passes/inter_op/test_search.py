@@ -46,7 +46,7 @@ from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.plan import StageProblem
 from autopar.schedules import SCHEDULES, Size, make
-from tests.effort import examples, sample
+from tests.support.effort import examples, sample
 
 
 def traced(name: str, **sizes: Any) -> Traced:

@@ -21,10 +21,10 @@ from autopar.ir.trace import Traced, trace
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.one_mesh import Planned, make_plan
-from tests.effort import examples, sample
 from tests.judge.intra_op import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
 from tests.judge.model import Judge, eliminated, enumerated
 from tests.judge.survey import survey
+from tests.support.effort import examples, sample
 
 GRAPHS, WITH_ILP = examples(160), examples(48)
 

@@ -28,7 +28,7 @@ from autopar.plans import one_mesh
 from autopar.plans.one_mesh import make_plan
 from autopar.rules import rules_of
 from autopar.verification import verify as verification
-from tests.effort import sample
+from tests.support.effort import sample
 
 RANDOM = np.random.RandomState(0)
 

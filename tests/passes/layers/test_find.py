@@ -18,7 +18,7 @@ from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
 from autopar.passes.remat import rewrite as remat
-from tests.effort import examples, sample
+from tests.support.effort import examples, sample
 
 pytestmark = pytest.mark.core
 

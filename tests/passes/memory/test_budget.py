@@ -23,7 +23,6 @@ from autopar.passes.memory.min_memory import LEAST_MEMORY, least_memory
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.solver import backends as solvers
 from autopar.rules import rules_of
-from tests.effort import examples
 from tests.passes.support.liveness import liveness
 from tests.passes.support.small_problems import dense_problems, layered, node, problems, random_problem
 from tests.passes.support.small_rows import (
@@ -34,7 +33,8 @@ from tests.passes.support.small_rows import (
     layered_points,
     random_points,
 )
-from tests.processes import printed_twice
+from tests.support.effort import examples
+from tests.support.processes import printed_twice
 
 pytestmark = pytest.mark.core
 INF = float("inf")

@@ -26,8 +26,8 @@ from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Pruned
 from autopar.plans import cache as plan_cache
 from autopar.plans.one_mesh import make_plan
-from tests.effort import sample
-from tests.processes import printed_twice
+from tests.support.effort import sample
+from tests.support.processes import printed_twice
 
 P = jax.sharding.PartitionSpec
 CLUSTER = Cluster.preset("dgx-h100", hosts=1)

@@ -21,8 +21,8 @@ from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.microbatch.loop import StepPrograms, join_blocks, slice_block, split_step
 from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.zoo import TOYS, build
-from tests.effort import sample
 from tests.passes.microbatch import batch_programs as programs
+from tests.support.effort import sample
 
 #: Zoo models whose examples depend on each other.
 COUPLED = ("wresnet-toy", "resnet-toy", "clip-toy")

@@ -16,8 +16,8 @@ from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat import rewrite as remat
-from tests.effort import sample
 from tests.passes.microbatch import batch_programs as programs
+from tests.support.effort import sample
 
 BITS = np.random.default_rng(0).integers(0, 1 << 20, (4, 3)).astype(np.int32)
 

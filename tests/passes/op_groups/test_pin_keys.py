@@ -17,7 +17,7 @@ from autopar.errors import PinError
 from autopar.ir.trace import trace
 from autopar.ir.train_state import owned_parameter
 from autopar.passes.op_groups.pin_keys import Pinnable, matches, values_at
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 
 ADAM = optax.adam(1e-3)
 MESH = {"data": 2, "model": 4}

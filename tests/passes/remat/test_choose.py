@@ -30,7 +30,7 @@ from autopar.passes.remat.estimates import Estimate, Forecast
 from autopar.passes.solver.optimize import bound, optimize
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
-from tests.effort import sample
+from tests.support.effort import sample
 
 # The decision, on a made-up program of eight equal layers, the last of which has nothing to drop
 

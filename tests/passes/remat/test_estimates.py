@@ -24,7 +24,7 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
-from tests.effort import sample
+from tests.support.effort import sample
 
 MESH = Cluster.local().logical_mesh((2, 4))
 

@@ -17,7 +17,7 @@ from autopar.ir.problem import Problem
 from autopar.passes.remat import memory_policy
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.plan import Plan
-from tests.effort import examples
+from tests.support.effort import examples
 
 MODEL = zoo.build("mlp-toy", layers=1, batch=64)
 CLUSTER = Cluster.preset("dgx-h100")

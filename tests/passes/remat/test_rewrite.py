@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph, Op, Region, verify
 from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.trace import trace
 from autopar.passes.remat import rewrite as remat
-from tests.effort import sample
+from tests.support.effort import sample
 
 BARRIERS: dict[str, str | bool] = {
     "xla_disable_hlo_passes": "cse_barrier_expander"

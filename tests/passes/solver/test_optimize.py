@@ -18,7 +18,6 @@ from autopar.ir.problem import Problem
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import elimination
 from autopar.passes.solver.optimize import OptimizerEffort, Solution, bound, finish, optimize
-from tests.effort import sample
 from tests.passes.support.small_problems import (
     brute,
     dense_problems,
@@ -30,7 +29,8 @@ from tests.passes.support.small_problems import (
     random_problem,
     twisted_ring,
 )
-from tests.processes import printed_twice
+from tests.support.effort import sample
+from tests.support.processes import printed_twice
 
 pytestmark = pytest.mark.core
 INF = float("inf")

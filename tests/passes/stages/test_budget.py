@@ -17,7 +17,7 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import AutoparWarning, MemoryBudgetError
 from autopar.hardware.cluster import Cluster
-from tests.effort import sample
+from tests.support.effort import sample
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
 MODEL = zoo.build("mlp-toy", layers=4, batch=64)

@@ -20,8 +20,8 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages import assign as stage_passes
 from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer, divide
 from autopar.zoo import build
-from tests.effort import sample
 from tests.passes.microbatch import batch_programs as programs
+from tests.support.effort import sample
 
 COUNT = 4
 #: Parameters that both ends of a model use; of speech-toy, both ends of the decoder, which is in one stage or in two.

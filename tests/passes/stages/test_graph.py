@@ -22,7 +22,7 @@ from autopar.passes.stages.divide import PASS_KINDS, Stages, divide
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.passes.stages.isomorphism import canonical_form, renamed
 from autopar.zoo import build as zoo
-from tests.effort import sample
+from tests.support.effort import sample
 
 COUNT = 4
 

@@ -21,9 +21,9 @@ from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.plan import MemoryLimit, StageProblem
 from autopar.rules import rules_of
-from tests.effort import examples
 from tests.judge.budget_milp import within
 from tests.passes.stages.test_graph import COUNT, staged
+from tests.support.effort import examples
 
 SECONDS = 60.0  # for the independent solver
 MODELS = ("mlp-toy", "gpt-toy")

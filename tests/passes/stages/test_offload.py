@@ -22,7 +22,7 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, MemoryBudgetError, PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan, from_json
-from tests.effort import examples
+from tests.support.effort import examples
 
 CLUSTER = Cluster.preset("dgx-h100")
 OPTIONS: dict[str, Any] = {"mesh": (8,), "cluster": CLUSTER, "stages": 2, "num_microbatches": 2}

@@ -10,8 +10,8 @@ from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import StagePlans, plan_stages
-from tests.effort import sample
 from tests.passes.stages.test_graph import COUNT, staged
+from tests.support.effort import sample
 
 STAGES = 4
 

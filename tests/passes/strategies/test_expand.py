@@ -16,7 +16,7 @@ from autopar.errors import PinError
 from autopar.ir.trace import trace
 from autopar.passes.strategies import expand
 from autopar.rules import rules_of
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 
 FREE = P.UNCONSTRAINED
 

@@ -36,8 +36,8 @@ from autopar.rules import rules_of
 from autopar.zoo import gpt
 from autopar.zoo.model import SINGLE
 from autopar.zoo.moe import route
-from tests.processes import printed_twice
 from tests.programs.random_programs import program
+from tests.support.processes import printed_twice
 
 SCALAR = 64  # bytes; what is smaller counts as a scalar
 

@@ -15,7 +15,7 @@ from autopar.bench.equal.run import quick_flags
 
 pytestmark = pytest.mark.core
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 LEARNT = r"loss of the last steps \d\.\d\d nats, unigram entropy \d\.\d\d: ok"
 EQUAL = r"3 parallel steps equal the single-device run: loss within \d\.\de-\d\d \(allowed 1e-05\): ok"

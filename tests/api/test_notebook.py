@@ -1,6 +1,6 @@
 """The notebook of the examples runs from its first cell to its last.
 
-`python -m tests.test_notebook` writes what its cells show now into the file.
+`python -m tests.api.test_notebook` writes what its cells show now into the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATH = ROOT / "examples" / "inspect_a_plan.ipynb"
 
 

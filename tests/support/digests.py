@@ -1,8 +1,8 @@
 """A digest of every plan of a set, to see that a refactoring changes none.
 
-`python -m tests.digests > before` in one commit and `... > after` in another; equal files are equal plans, to the bit
-of their JSON, but for what planning took and the version. Arguments are the name of a set, and parts of the titles that
-are wanted, such as `equal zb-h1`:
+`python -m tests.support.digests > before` in one commit and `... > after` in another; equal files are equal plans, to
+the bit of their JSON, but for what planning took and the version. Arguments are the name of a set, and parts of the
+titles that are wanted, such as `equal zb-h1`:
 
     toys     six toys under several settings (about a minute); the default
     equal    the models, meshes, dtypes and schedules of `autopar bench equal`, on one mesh and in stages: of all their

@@ -1,4 +1,4 @@
-"""Rewrites the expected parts of the text cases: `make goldens`, or `python -m tests.goldens [NAME ...]`."""
+"""Rewrites the expected parts of the text cases: `make goldens`, or `python -m tests.support.goldens [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 from tests import conftest as conftest  # the devices and settings of the tests
 from tests.passes.support.printers import CASES, PRINTERS
-from tests.text_cases import regenerate
+from tests.support.text_cases import regenerate
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PRINTERS:

@@ -17,7 +17,7 @@ from autopar.api import gather, parallelize
 from autopar.errors import ArgumentError, AutoparWarning, MeshError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan
-from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.steps import array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
 
 P = PartitionSpec

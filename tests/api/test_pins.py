@@ -20,7 +20,7 @@ from autopar.errors import ArgumentError, PinError
 from autopar.pins import Pins, data_parallel, fsdp, megatron, zero1
 from autopar.plans import cache
 from autopar.plans.views.parallelism import describe
-from tests.programs.real_programs import array
+from tests.programs.steps import array
 
 ADAM = optax.adam(1e-3)
 

@@ -15,7 +15,7 @@ import pytest
 from autopar import api
 from autopar.api import Executable, parallelize
 from autopar.bench.equal.case import dear
-from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.steps import array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
 
 pytestmark = pytest.mark.core

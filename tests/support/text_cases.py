@@ -10,8 +10,8 @@
     ---
     the expected text
 
-Options are Python literals, and keywords of the function under test. `python -m tests.goldens` writes what is expected
-anew, and changes nothing else.
+Options are Python literals, and keywords of the function under test. `python -m tests.support.goldens` writes what is
+expected anew, and changes nothing else.
 """
 
 from __future__ import annotations

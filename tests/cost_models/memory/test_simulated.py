@@ -18,8 +18,8 @@ from autopar.ir.layout import local_shape
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import extract
 from autopar.plans.one_mesh import Planned
-from tests.cost_models.test_memory import liveness, planned
-from tests.effort import examples
+from tests.cost_models.memory.test_memory import liveness, planned
+from tests.support.effort import examples
 
 MESH = (2, 4)
 

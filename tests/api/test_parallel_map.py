@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from autopar import jax_compat, parallel_map
-from tests import processes
-from tests.effort import sample
+from tests.support import processes
+from tests.support.effort import sample
 
 SCRIPT = """
 import json, os
@@ -146,7 +146,7 @@ print(found == [(n, [0, 1, 4], here) for n in range(3)], parallel_map.in_this_pr
 def test_an_exception_in_step_is_raised_while_others_wait(late: bool) -> None:
     script = """
 from autopar import parallel_map
-from tests.effort import sample
+from tests.support.effort import sample
 def fails(n):
     values = yield 1 / (n or late)
     return 1 / n
