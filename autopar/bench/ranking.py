@@ -37,7 +37,7 @@ from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.passes.mesh_search.planner import make_model
 from autopar.passes.remat.options import Options
-from autopar.plans.one_mesh import make_plan
+from autopar.plans.builders.one_mesh import make_plan
 from autopar.plans.plan import Plan
 
 MOST = 14  # plans of one model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, spec
 from autopar.ir.op_sets import ATTENTION
-from autopar.rules import SHARD_MAPPED, cudnn, pallas, partitioned
+from autopar.rules import SHARD_MAPPED, causal_parts, cudnn, pallas, partitioned
 from autopar.rules.manual import MANUAL
 
 Specs = tuple[jax.sharding.PartitionSpec, ...]
@@ -360,9 +361,17 @@ def _bind_partitioned(context: Context, op: Op) -> Callable[[Sequence[Any]], Seq
 def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Binds cuDNN's attention per device; results that lack a factor which is cut are combined there."""
     rule, axes = context.rules[op.signature], _cut_factors(context, op)
+    along = tuple(name for name, factor in axes.items() if factor == cudnn.POSITIONS)
+    devices = math.prod(context.mesh.shape[name] for name in along)
+
+    def bind(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+        return jax_compat.bind(op.equation.replace(params=dict(params)), operands)
 
     def run(*shards: Any) -> list[Any]:
-        results = jax_compat.bind(op.equation, shards)
+        if along and cudnn.is_causal(op.params):
+            results = causal_parts.run(op.name, bind, op.params, shards, along, devices)
+        else:
+            results = bind(shards, op.params)
         for i, dims in enumerate(rule.results):
             lacking = tuple(name for name, factor in axes.items() if factor not in dims)
             combine = {"sum": jax.lax.psum, "max": jax.lax.pmax}.get(cudnn.combined(op.name, i) or "")

@@ -20,7 +20,7 @@ from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import memory_policy
 from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
-from autopar.plans import one_mesh
+from autopar.plans.builders import one_mesh
 from autopar.plans.plan import Plan
 from autopar.rules.registry import registered_rules
 from autopar.runtime.planned_step import PlannedStep

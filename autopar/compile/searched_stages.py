@@ -31,7 +31,7 @@ from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.plans import cache as plan_cache
-from autopar.plans import pipeline as pipeline_plan
+from autopar.plans.builders import pipeline as pipeline_plan
 from autopar.plans.plan import Plan
 from autopar.plans.stage_budget import budget_error
 from autopar.rules import manual

@@ -15,7 +15,7 @@ from autopar.options import Settings
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.pipelines import Pipelined, PipelineOptions
 from autopar.passes.remat.options import Options
-from autopar.plans import pipeline as pipeline_plan
+from autopar.plans.builders import pipeline as pipeline_plan
 from autopar.rules.registry import registered_rules
 from autopar.runtime.planned_step import PlannedStep
 

@@ -3,6 +3,6 @@
     in     the solution of a planner
     out    Plan; its JSON; tables, pictures and reasons for people
 
-`one_mesh` and `pipeline` make plans of solutions, `validation` checks those of files, `views` shows them. Read `record`
+`builders` makes plans of solutions, `validation` checks those of files, `views` shows them. Read `record`
 first, then `plan`.
 """

@@ -11,6 +11,7 @@ The factor says which form of parallelism that is:
     the same, along another dimension of the activation     scattered rows    sequence parallel, Megatron [3], 4.2
     a batch dimension of two activations                    heads             tensor parallel, Megatron [1], 3
     the heads of fused attention                            heads             the same
+    the positions of queries in fused attention             context           Ring attention [4]
     a batch dimension of an activation and a weight         expert            GShard [2], 3
     the experts in products that dispatch and combine       expert            GShard [2], 3   -> expert_dimensions
     a free dimension of the activation, beside a weight     sequence          GSPMD [5], 5.1
@@ -47,7 +48,7 @@ from autopar.passes.stages.plan_all import PlannedStage, StagePlans
 from autopar.plans.dimensions import CONVOLUTION, Dimensions, expert_dimensions, sequence_dimensions, weight_leaves
 from autopar.plans.record import Stage
 from autopar.plans.views.groups import without_numbers
-from autopar.rules import Rule
+from autopar.rules import Rule, cudnn
 
 FORMS = (
     *("data", "columns", "rows", "batch rows", "scattered rows", "heads", "expert", "sequence", "context"),
@@ -233,7 +234,7 @@ class _Products:
         if self._is_from(self.batch, op, rule, factor):
             return "data"
         if op.name in ATTENTION:
-            return "heads"
+            return "context" if factor == cudnn.POSITIONS else "heads"
         holders = [k for k, dims in enumerate(rule.operands) if factor in dims]
         weights = [_value(atom) not in self.batch for atom in op.inputs]
         in_result = factor in rule.results[0]

@@ -3,17 +3,20 @@
     query [b, t, n, h], key and value [b, s, n, h], bias [b, n, t, s], lengths [b]    (or heads before positions)
     output like the query, softmax statistic [b, n, t]; gradients like query, key, value and bias
 
-Batch `b` and heads `n` are free: every score belongs to one example and one head. Positions need replication, and so do
-the dimensions of a head. With fewer heads of keys than of queries (grouped queries), a cut keeps groups whole: the
-factor has as many shards as the greatest common divisor of both counts. JAX's own rule for these operations gives every
-operand factors of its own, which its `partition` then refuses, so it is of no use here.
+Batch `b` and heads `n` are free: every score belongs to one example and one head. With fewer heads of keys than of
+queries (grouped queries), a cut keeps groups whole: the factor has as many shards as the greatest common divisor of
+both counts. Positions of queries `t` are free as well, every device with all keys and values (context parallelism):
+without a mask a device runs the operation on its queries; what it runs under a causal mask is in
+`autopar.rules.causal_parts`. Positions of keys and the dimensions of a head need replication. JAX's own rule for these
+operations gives every operand factors of its own, which its `partition` then refuses, so it is of no use here.
 
 What one device lacks is combined after the call, along the axes that cut a factor which a result does not have: the
-gradient of a bias that all examples share is a sum, the largest magnitudes of fp8 attention are a maximum -> COMBINE
+gradients of keys and values over queries, and that of a bias that all examples share, are sums; the largest magnitudes
+of fp8 attention are a maximum                                                                             -> COMBINE
 
 Not cut at all: dropout, whose random numbers depend on the place in the kernel's own operands; paged keys and values,
 whose blocks the tables number as a whole; a function of the scores, whose operands may be anything. Packed sequences
-are not cut along the batch, whose segments the offsets number as a whole.
+are not cut along the batch, whose segments the offsets number as a whole. What else keeps positions whole: `_whole`.
 
 The primitives are those of jax 0.10.2 and 0.12.0.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -38,11 +42,15 @@ OPERANDS, RESULTS = (
     for words in (("qkvallccpp", "qkvallccppmoo", "qkv", "qkvoom"), ("om", "qkva", "oxxm", "qkvxxxx"))
 )
 #: Letter of `RESULTS` -> how devices combine a result of this kind that lacks a factor which is cut.
-COMBINE: Mapping[str, Literal["sum", "max"]] = MappingProxyType({"a": "sum", "x": "max"})
+COMBINE: Mapping[str, Literal["sum", "max"]] = MappingProxyType({"a": "sum", "k": "sum", "v": "sum", "x": "max"})
 
-#: Position in the parameter `layout` -> the dimensions of attention operands.
-_LAYOUTS = (("b", "", "n", ""), ("b", "n", "", ""))
-_DIMS: Mapping[str, tuple[str, ...]] = MappingProxyType({"a": ("b", "n", "", ""), "l": ("b",), "m": ("b", "n", "")})
+#: The factors that may be free; their places in a rule.
+FACTORS = "bnt"
+BATCH, HEADS, POSITIONS = range(len(FACTORS))
+
+#: Position in the parameter `layout` -> the dimensions of queries; those of keys have no "t".
+_LAYOUTS = (("b", "t", "n", ""), ("b", "n", "t", ""))
+_DIMS: Mapping[str, tuple[str, ...]] = MappingProxyType({"a": ("b", "n", "t", ""), "l": ("b",), "m": ("b", "n", "t")})
 
 
 def _words(text: str, count: int) -> str:
@@ -51,6 +59,8 @@ def _words(text: str, count: int) -> str:
 
 def _letters(word: str, shape: Shape, layout: int) -> tuple[str, ...]:
     dims = _LAYOUTS[layout] if word in "qkvo" else _DIMS.get(word, ())
+    if word in "kv":
+        dims = tuple("" if letter == "t" else letter for letter in dims)
     return dims if len(dims) == len(shape) else ("",) * len(shape)
 
 
@@ -59,7 +69,7 @@ def _is_fp8(name: str) -> bool:
 
 
 def obstacles(name: str, params: Params, operands: Sequence[Shape]) -> Mapping[str, str]:
-    """The factors, "b" or "n", that are not free -> why."""
+    """The factors of `FACTORS` that are not free -> why."""
     whole = ""
     if params.get("dropout_rate"):
         whole = "its dropout depends on the place in the kernel's operands"
@@ -69,11 +79,48 @@ def obstacles(name: str, params: Params, operands: Sequence[Shape]) -> Mapping[s
     elif not _is_fp8(name) and any(len(operands[i]) == 4 for i in (8, 9)):
         whole = "its keys and values are paged"
     if whole:
-        return {"b": whole, "n": whole}
+        return dict.fromkeys(FACTORS, whole)
     # Operand 6 has the offsets of queries: one row per example if several sequences are packed into each.
-    if not _is_fp8(name) and len(operands[6]) == 2:
-        return {"b": "its sequences are packed across the batch"}
-    return {}
+    packed = "its sequences are packed across the batch"
+    kept = {"b": packed, "t": packed} if not _is_fp8(name) and len(operands[6]) == 2 else {}
+    why = _whole(name, params, operands)
+    return kept | {"t": why} if why else kept
+
+
+def _whole(name: str, params: Params, operands: Sequence[Shape]) -> str:
+    """Why positions of queries are not cut; empty if they may be."""
+    if _is_fp8(name):
+        return "positions of fp8 attention are not cut"
+    mask, (t, s) = _mask(params), positions(params, operands)
+    if mask not in ("NO_MASK", "CAUSAL"):
+        return f"positions under a mask of the kind {mask} are not cut"
+    if params.get("sliding_window_length"):
+        return "positions under a sliding window are not cut"
+    if mask == "CAUSAL" and any(params.get("variadic_args", ())):
+        return "positions with a bias under a causal mask are not cut"
+    if mask == "CAUSAL" and (t != s or t % 2):
+        return f"a causal mask of {t} by {s} positions has no two halves"
+    return ""
+
+
+def _mask(params: Params) -> str:
+    return getattr(params.get("mask_type"), "name", "")
+
+
+def is_causal(params: Params) -> bool:
+    """Whether a query sees the keys up to its own position alone."""
+    return bool(params.get("use_causal_mask", False)) or "CAUSAL" in _mask(params)
+
+
+def position_dim(params: Params) -> int:
+    """The dimension of queries, keys and values that positions are in."""
+    return _LAYOUTS[params["layout"]].index("t")
+
+
+def positions(params: Params, operands: Sequence[Shape]) -> tuple[int, int]:
+    """How many positions queries and keys have."""
+    dim = position_dim(params)
+    return operands[0][dim], operands[1][dim]
 
 
 def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
@@ -85,13 +132,15 @@ def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence
         for words, of in ((OPERANDS, operands), (RESULTS, results))
     ]
     extents = [(letter, n) for side in sides for shape, of in side for n, letter in zip(shape, of, strict=True)]
-    sizes = [math.gcd(*(n for letter, n in extents if letter == factor and n > 1)) or 1 for factor in "bn"]
+    sizes = [math.gcd(*(n for letter, n in extents if letter == factor and n > 1)) or 1 for factor in FACTORS]
     if any(n == 1 for n in _heads_of_keys(sides[0])):
-        sizes[1] = 1
+        sizes[HEADS] = 1
+    if is_causal(params) and "t" not in kept:
+        sizes[POSITIONS] //= 2  # each device has two blocks (`autopar.rules.causal_parts`)
 
     def factor(letter: str, n: int) -> int:
-        if letter and n > 1 and sizes["bn".index(letter)] > 1:
-            return "bn".index(letter)
+        if letter and n > 1 and sizes[FACTORS.index(letter)] > 1:
+            return FACTORS.index(letter)
         sizes.append(n)
         return len(sizes) - 1
 
@@ -99,7 +148,7 @@ def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence
         tuple(tuple(factor(letter, n) for n, letter in zip(shape, of, strict=True)) for shape, of in side)
         for side in sides
     ]
-    need = [*("bn".index(letter) for letter in kept), *range(2, len(sizes))]
+    need = [*(FACTORS.index(letter) for letter in kept), *range(len(FACTORS), len(sizes))]
     return Rule(dims[0], dims[1], tuple(sizes), (), tuple(sorted(need)), "autopar")
 
 
@@ -112,6 +161,45 @@ def _heads_of_keys(operands: Sequence[tuple[Shape, tuple[str, ...]]]) -> list[in
 def combined(name: str, result: int) -> Literal["sum", "max"] | None:
     """How devices combine a result that lacks a factor which is cut."""
     return COMBINE.get(RESULTS[name][result])
+
+
+# Communication
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective of the devices that run an operation together.
+
+    Attributes:
+        kind: of the collective.
+        array: of operands and results together, the array that it sends.
+        factors: along the axes that cut one of these.
+        share: of a device's piece of the array.
+    """
+
+    kind: Literal["all-reduce", "collective-permute"]
+    array: int
+    factors: tuple[int, ...]
+    share: float = 1.0
+
+
+def sent(name: str, params: Params, own: Rule) -> tuple[Sent, ...]:
+    """The collectives of an operation with this rule, wherever it is cut.
+
+    Results that lack a factor are reduced. Under a causal mask, each array that has positions of queries is exchanged
+    in two halves (`autopar.rules.causal_parts`).
+    """
+    produced = {f for dims in own.results for f in dims if f in own.free}
+    count, arrays = len(own.operands), (*own.operands, *own.results)
+    sums = [
+        Sent("all-reduce", count + i, lacking)
+        for i, dims in enumerate(own.results)
+        if combined(name, i) == "sum" and (lacking := tuple(sorted(produced - {*dims})))
+    ]
+    if not is_causal(params) or POSITIONS not in own.free:
+        return tuple(sums)
+    cut = [i for i, dims in enumerate(arrays) if POSITIONS in dims]
+    return (*sums, *(Sent("collective-permute", i, (POSITIONS,), 0.5) for i in cut for _ in range(2)))
 
 
 # FLOPs
@@ -132,8 +220,7 @@ def flops(name: str, params: Params, operands: Sequence[Shape]) -> float:
 
 def _pairs(params: Params, t: int, s: int) -> int:
     """Pairs of a query and a key position that are not masked; query i sees the keys up to i."""
-    causal = params.get("use_causal_mask", False) or "CAUSAL" in getattr(params.get("mask_type"), "name", "")
-    if not causal:
+    if not is_causal(params):
         return t * s
     window = params.get("sliding_window_length") or s
     return sum(min(i + 1, s) - min(max(i + 1 - window, 0), s) for i in range(t))

@@ -14,7 +14,7 @@ from autopar.hardware.meshes import Target
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.pipelines import Pipelined
-from autopar.plans import pipeline as pipeline_plan
+from autopar.plans.builders import pipeline as pipeline_plan
 from autopar.plans.plan import Plan, check_matches
 from autopar.plans.validation.consistency import as_plan_mismatch
 from autopar.rules.registry import registered_rules

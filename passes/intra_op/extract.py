@@ -1,12 +1,13 @@
 """Extracts a plan from a solution: the layout of every value and use, and the collectives between them.
 
-The five parts are
+The six parts are
 
     layout of a value    its dimensions under the strategy of its group                               -> layouts
     layout at a use      its dimensions under the strategy of the reader's group                      -> layouts
     reshards             steps from the layout of a value to that of its copy, and from there to each use  -> _reshards
     partial sums         reduce-scatters, then one joint all-reduce, per operation                    -> _sums
     the user's own       what the body of a `shard_map` sends                                         -> _manual
+    inside kernels       what devices that run one together send                                      -> _sent
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from autopar.ir.collective import Collective
 from autopar.ir.control_flow import entries
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import REPLICATED, Layout, ProgramLayouts, device_share, divides, steps
+from autopar.ir.op_sets import ATTENTION
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op.build import layout_at
 from autopar.passes.op_groups.reduction_lowering import emitted
-from autopar.rules import manual
+from autopar.rules import cudnn, manual
 
 
 def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
@@ -93,7 +95,7 @@ def collectives(
         program_of: operation -> the program that it is compiled in. Programs share no reshards.
     """
     reshards, sums = _reshards(graph, model, program, mesh, program_of), _sums(graph, model, assignment, mesh)
-    parts = [*reshards, *sums, *_manual(graph)]
+    parts = [*reshards, *sums, *_manual(graph), *_sent(graph, model, assignment, mesh)]
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
 
 
@@ -222,6 +224,26 @@ def _manual(graph: Graph) -> Iterator[_Placed]:
         runs, line = graph.runs[op.index], op.source
         for i, c in enumerate(manual.call_of(op).collectives):
             yield (op.index, 100 + i), replace(c, count=c.count * runs, op=op.tag, source=c.source or line)
+
+
+def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
+    """The collectives of the devices that run a kernel together, of all operations."""
+    rules = model.grouping.rules
+    for c, choice in zip(model.grouping.groups, assignment.tolist(), strict=False):  # copies come after groups
+        op = graph.by_index[c.op] if c.op >= 0 else None
+        if op is None or op.name not in ATTENTION:
+            continue
+        rule = rules[op.signature]
+        arrays = [*map(graph.type_of, op.inputs), *(graph.types[v] for v in op.outputs)]
+        cut = c.strategies.assigned[choice : choice + 1]
+        each = shares(cut, c.strategies.sizes, mesh.sizes)
+        for i, sent in enumerate(cudnn.sent(op.name, op.params, rule)):
+            names = tuple(name for name, f in zip(mesh.names, cut[0].tolist(), strict=True) if f in sent.factors)
+            if names:
+                piece = float(share(each, (*rule.operands, *rule.results)[sent.array])[0])
+                nbytes = max(1, round(sent.share * arrays[sent.array].nbytes * piece))
+                count = max(1, round(c.weight))
+                yield (op.index, 200 + i), Collective(sent.kind, names, nbytes, count, op.tag, op.source)
 
 
 def sums_of(

@@ -5,7 +5,7 @@
     rules, op groups, problem     -> _model
     fold, presolve, bound, solve  -> Planner._bounded, Planner._finished; under a memory budget Planner._fitting
 
-`autopar.plans.one_mesh` makes the plan of a solution.
+`autopar.plans.builders.one_mesh` makes the plan of a solution.
 
 This module composes passes. `Planner` repeats the steps with some layers rematerialised, or with some optimizer state
 in the host's memory, as `autopar.passes.remat` asks for.

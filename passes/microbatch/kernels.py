@@ -101,7 +101,7 @@ def attention(operands: Operands) -> RuleResult | None:
     name = operands.op.name
     rule = cudnn.rule(name, operands.params, operands.shapes, operands.result_shapes)
     factor = _split_factor(operands, rule)
-    if factor is None:
+    if factor is None or factor == cudnn.POSITIONS:  # a batch is not along positions
         return None
     results: list[State] = []
     for i, dims in enumerate(rule.results):

@@ -11,6 +11,7 @@ Every strategy has two layouts: `assigned`, the factor that each axis cuts durin
 the operands must have, and `result`, that of the results afterwards (a factor, REPLICATED, or PARTIAL).
 
     seconds = roofline(flops / parts, local bytes) + sum of the collectives that reduce partial sums       -> _cost
+              + those of the devices that run a kernel together                                       -> _sent_cost
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from autopar.ir.graph import Type
 from autopar.ir.layout import PARTIAL, REPLICATED
 from autopar.passes.op_groups.reduction_lowering import emitted
 from autopar.rules import Rule
+from autopar.rules.cudnn import Sent
 
 #: Largest extent of a dimension after padding to even pieces, as a multiple of its extent. All costs below are those of
 #: the padded pieces.
@@ -64,6 +66,7 @@ class Work:
         behind: its reductions can overlap with computation.
         dot: it is a dot, whose partial sums may be reduced in stages
             (`autopar.passes.op_groups.reduction_lowering`).
+        sent: collectives of the devices that run it together.
     """
 
     flops: float
@@ -77,6 +80,7 @@ class Work:
     product: bool = False
     behind: bool = False
     dot: bool = False
+    sent: tuple[Sent, ...] = ()
 
 
 def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
@@ -248,7 +252,7 @@ def _cost(
             local += type_.nbytes * share(each, dims)
     efficiency = _product_efficiency(rule, each, mesh) if work.product else 1.0
     cost = op_time(work.flops * each.prod(1), local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
-    return cost + _sum_cost(rule, work, assigned, result, after, mesh)
+    return cost + _sum_cost(rule, work, assigned, result, after, mesh) + _sent_cost(rule, work, assigned, mesh)
 
 
 def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh) -> NDArray[np.float64]:
@@ -289,6 +293,21 @@ def _sum_cost(
     for axes in _axis_sets(len(mesh.sizes)):
         exactly = (reducing == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
         cost += np.where(exactly, collective_time("all-reduce", piece_bytes, axes, mesh), 0.0)
+    return cost
+
+
+def _sent_cost(rule: Rule, work: Work, assigned: Factors, mesh: LogicalMesh) -> NDArray[np.float64]:
+    """Seconds of the collectives of the devices that run an operation together, shape (n,)."""
+    cost = np.zeros(len(assigned))
+    types, dims = (*work.operands, *work.results), (*rule.operands, *rule.results)
+    for sent in work.sent:
+        along = np.isin(assigned, sent.factors)
+        nbytes = (
+            sent.share * types[sent.array].nbytes * share(shares(assigned, rule.sizes, mesh.sizes), dims[sent.array])
+        )
+        for axes in _axis_sets(len(mesh.sizes)):
+            exactly = (along == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
+            cost += np.where(exactly, collective_time(sent.kind, nbytes, axes, mesh), 0.0)
     return cost
 
 

@@ -30,7 +30,7 @@ from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.remat.options import Options
-from autopar.plans.one_mesh import make_plan
+from autopar.plans.builders.one_mesh import make_plan
 from autopar.plans.plan import Plan
 from autopar.rules import rules_of
 from autopar.zoo import gpt

@@ -23,7 +23,7 @@ from autopar.ir.trace import trace
 from autopar.passes.mesh_search import planner as planning
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
-from autopar.plans.one_mesh import Planned, make_plan
+from autopar.plans.builders.one_mesh import Planned, make_plan
 from tests.programs.real_programs import PROGRAMS
 from tests.programs.steps import array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal

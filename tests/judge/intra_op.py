@@ -23,7 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
-from autopar.plans.one_mesh import Planned, make_plan
+from autopar.plans.builders.one_mesh import Planned, make_plan
 from autopar.plans.record import Stage
 from autopar.zoo.table import TOYS
 from tests.judge.model import Judge

@@ -17,7 +17,7 @@ from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
 from autopar.plans import imbalance
-from autopar.plans.one_mesh import make_plan
+from autopar.plans.builders.one_mesh import make_plan
 from autopar.plans.record import Stage
 from autopar.rules import rules_of
 

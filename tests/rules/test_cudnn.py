@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import jax_compat
 from autopar.bench.equal.case import dear
+from autopar.codegen import emit
 from autopar.cost_models.flops import model_flops, work
 from autopar.errors import TraceError
 from autopar.ir.graph import Op
@@ -29,6 +32,7 @@ from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
 from autopar.rules import cudnn, rules_of
 from autopar.rules.inherent import reason
+from autopar.verification.verify import verify_compiled
 
 pytestmark = pytest.mark.core
 
@@ -104,9 +108,9 @@ def attend(q: Any, k: Any, v: Any, bias: Any = None, lengths: Any = None, causal
     )
 
 
-def arrays(b: int = 8, t: int = 16, n: int = 4, k: int = 4, h: int = 8) -> list[jax.Array]:
+def arrays(b: int = 8, t: int = 16, n: int = 4, k: int = 4, h: int = 8, dtype: Any = BF16) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(key, (b, t, m, h), BF16) for key, m in zip(keys, (n, k, k), strict=True)]
+    return [jax.random.normal(key, (b, t, m, h), dtype) for key, m in zip(keys, (n, k, k), strict=True)]
 
 
 def gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -125,16 +129,16 @@ def of(name: str, fn: Any, *args: Any) -> Op:
 FORWARD, BACKWARD = ATTENTION[:2]
 
 
-def test_batch_and_heads_are_free() -> None:
+def test_batch_heads_and_positions_of_queries_are_free() -> None:
     graph = trace(gradients(attend, 3), *arrays()).graph
     read = rules_of(graph)
     first, second = (read[op.signature] for op in graph.walk() if op.name in ATTENTION)
-    assert [rule.free for rule in (first, second)] == [(0, 1)] * 2
+    assert [rule.free for rule in (first, second)] == [(0, 1, 2)] * 2
     sides = [
-        [["bn.."[min(f, 2)] for f in dims] for dims in (*rule.operands[:3], *rule.results)] for rule in (first, second)
+        [["bnt.."[min(f, 3)] for f in dims] for dims in (*rule.operands[:3], *rule.results)] for rule in (first, second)
     ]
-    whole, statistic = ["b", ".", "n", "."], ["b", "n", "."]
-    assert sides == [[whole] * 4 + [statistic], [whole] * 6]
+    queries, keys, statistic = ["b", "t", "n", "."], ["b", ".", "n", "."], ["b", "n", "t"]
+    assert sides == [[queries, keys, keys, queries, statistic], [queries, keys, keys] * 2]
 
 
 def test_groups_of_heads_stay_whole() -> None:
@@ -142,21 +146,45 @@ def test_groups_of_heads_stay_whole() -> None:
     assert rules_of(trace(gradients(attend, 3), *arrays(n=8, k=2)).graph)[op.signature].sizes[:2] == (8, 2)
 
 
-def test_one_head_of_keys_is_cut_by_batch_alone() -> None:
+def test_one_head_of_keys_is_not_cut_by_heads() -> None:
     graph = trace(gradients(attend, 3), *arrays(n=8, k=1)).graph
-    assert {rules_of(graph)[op.signature].free for op in graph.walk() if op.name in ATTENTION} == {(0,)}
+    assert {rules_of(graph)[op.signature].free for op in graph.walk() if op.name in ATTENTION} == {(0, 2)}
 
 
 def test_dropout_is_not_cut() -> None:
     op = of(FORWARD, gradients(attend, 3), *arrays())
     shapes = [jax_compat.shape_of(v) for v in op.equation.invars]
     obstacles = cudnn.obstacles(op.name, {**op.params, "dropout_rate": 0.1}, shapes)
-    assert obstacles == dict.fromkeys("bn", "its dropout depends on the place in the kernel's operands")
+    assert obstacles == dict.fromkeys("bnt", "its dropout depends on the place in the kernel's operands")
 
 
 def test_one_example_with_one_head_of_keys_says_why_it_is_whole() -> None:
-    op = of(FORWARD, gradients(attend, 3), *arrays(b=1, k=1))
-    assert reason(op) == "it has one example and one head of keys"
+    op = of(FORWARD, attend, *arrays(b=1, k=1), None, jnp.arange(1, dtype=jnp.int32) + 3)
+    assert reason(op) == "positions under a mask of the kind PADDING_CAUSAL are not cut"
+
+
+WHOLE = {
+    "lengths": (
+        attend,
+        [*arrays(), None, jnp.arange(8, dtype=jnp.int32) + 3],
+        "under a mask of the kind PADDING_CAUSAL",
+    ),
+    "window": (
+        lambda *args: jax.nn.dot_product_attention(*args, local_window_size=(4, 0), implementation="cudnn"),
+        arrays(),
+        "under a sliding window",
+    ),
+    "bias": (attend, [*arrays(), jnp.zeros((1, 4, 16, 16), BF16)], "with a bias under a causal mask"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_positions_stay_whole_where_blocks_are_not_known(name: str) -> None:
+    fn, args, why = WHOLE[name]
+    op = of(FORWARD, fn, *args)
+    assert rules_of(trace(fn, *args).graph)[op.signature].free == (0, 1)
+    shapes = [jax_compat.shape_of(v) for v in op.equation.invars]
+    assert why in cudnn.obstacles(op.name, op.params, shapes)["t"]
 
 
 def test_largest_magnitudes_of_fp8_attention_are_combined() -> None:
@@ -168,7 +196,7 @@ def test_largest_magnitudes_of_fp8_attention_are_combined() -> None:
     assert [cudnn.combined(forward, i) for i in range(4)] == [None, "max", "max", None]
     rule = cudnn.rule(backward, {"layout": 0}, [whole] * 5 + [statistic] + [number] * 12, [whole] * 3 + [number] * 4)
     assert [dims[0] for dims in (*rule.operands[:6], *rule.results[:3])] == [0] * 9
-    assert [cudnn.combined(backward, i) for i in range(7)] == [None] * 3 + ["max"] * 4
+    assert [cudnn.combined(backward, i) for i in range(7)] == [None, "sum", "sum"] + ["max"] * 4
 
 
 # FLOPs and memory
@@ -219,6 +247,17 @@ def test_planned_for_a_dgx_without_a_gpu() -> None:
     assert re.search(
         r"data parallel over x \(2 ways\); tensor parallel .*over y \(4 ways: attention by heads", str(fused)
     )
+
+
+def test_long_sequences_are_cut_along_their_positions() -> None:
+    """More devices than examples and heads of keys together: one example, two heads of keys, sixteen devices."""
+    q, k = (jax.ShapeDtypeStruct((1, 65536, n, 64), BF16) for n in (8, 2))
+    plan = autopar.plan(gradients(attend, 3), q, k, k, mesh=(2, 8), cluster="dgx-h100:2")
+    assert plan.flops_per_device == pytest.approx(plan.hfu * 989e12 * plan.step_time_s, rel=1e-2)
+    assert not any("more than an even share" in note for note in plan.notes)
+    assert "context parallel" in str(plan)
+    inside = {(c.kind, c.axes) for c in plan.collectives if c.source.startswith("test_cudnn")}
+    assert {kind for kind, _ in inside} >= {"all-reduce", "collective-permute"}
 
 
 # Errors
@@ -297,6 +336,97 @@ def test_equal_to_one_device(name: str, mesh: tuple[int, ...]) -> None:
     assert not any("replicated (" in note and "attention" in note for note in step.plan(*args).notes)
     for ours, theirs in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(as_one_device(fn, *args)), strict=True):
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=2e-2, atol=2e-5)
+
+
+def bidirectional(*args: Any) -> Any:
+    return attend(*args, causal=False)
+
+
+half = partial(arrays, dtype=jnp.float16)
+LAST = jax.random.normal(jax.random.key(1), (1, 1, 16, 16), jnp.float16)
+#: Title -> function, arguments, layout of the queries on the mesh (2, 4): the dimension that each axis cuts.
+CONTEXT: dict[str, tuple[Any, list[Any], tuple[int, int]]] = {
+    "along two axes": (gradients(attend, 3), half(b=1, n=1, k=1), (1, 1)),
+    "beside the batch": (gradients(attend, 3), half(b=2, n=1, k=1), (0, 1)),
+    "beside heads": (gradients(attend, 3), half(b=1, n=2, k=2), (2, 1)),
+    "grouped queries": (gradients(attend, 3), half(b=1, n=8, k=2), (2, 1)),
+    "one head of keys": (gradients(attend, 3), half(b=1, k=1), (1, 1)),
+    "longer": (gradients(attend, 3), half(b=1, t=96, n=1, k=1), (1, 1)),
+    "no gradient": (lambda *args: attend(*args).astype(jnp.float32), half(b=1, n=1, k=1), (1, 1)),
+    "no mask": (gradients(bidirectional, 3), half(b=1, n=1, k=1), (1, 1)),
+    "no mask, fewer keys": (
+        gradients(bidirectional, 3),
+        [half(b=1, n=1, k=1)[0], *(x[:, :12] for x in half(b=1, n=1, k=1)[1:])],
+        (1, 1),
+    ),
+    "no mask, a bias": (gradients(bidirectional, 4), [*half(b=2, n=1, k=1), LAST], (0, 1)),
+}
+
+
+def cut_along(name: str) -> tuple[Any, list[Any], Any]:
+    """The function of a row of `CONTEXT`, its arguments, and the parallelized function."""
+    fn, args, layout = CONTEXT[name]
+    axes = {d: tuple(a for a, cut in zip("xy", layout, strict=True) if cut == d) for d in layout if d >= 0}
+    spec = P(*(axes.get(d) for d in range(4)))
+    return fn, args, autopar.parallelize(fn, mesh={"x": 2, "y": 4}, cluster=dear((2, 4)), pins={"arg:0": spec})
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", CONTEXT)
+def test_queries_cut_along_their_positions_equal_one_device(name: str) -> None:
+    fn, args, step = cut_along(name)
+    graph, plan = trace(fn, *args).graph, step.plan(*args)
+    op = next(op for op in graph.walk() if op.name == FORWARD)
+    assert plan.stages[0].uses.get(f"{op.tag}.in0", plan.inputs[0]) == CONTEXT[name][2]
+    for ours, theirs in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(as_one_device(fn, *args)), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=0, atol=4e-3 * np.abs(theirs).max())
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_each_block_is_two_calls_of_cudnn_in_either_pass() -> None:
+    """Lowered for CUDA: without a device to run it, the calls are all that can be seen."""
+    fn, args, step = cut_along("grouped queries")
+    traced, mesh = trace(fn, *args), jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    with jax_compat.described_gpu():
+        program = emit.program(traced.graph, step.plan(*args), rules_of(traced.graph), mesh)
+        text = program.jit().trace(*traced.in_avals).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@__cudnn$fmha" in line]
+    kinds = Counter(("Backward" in line, re.findall(r"mask_type\\22: \\22(\w+)\\22", line)[0]) for line in calls)
+    assert kinds == {(backward, mask): 2 for backward in (False, True) for mask in ("CAUSAL", "PADDING")}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["along two axes", "beside heads", "no mask, a bias"])
+def test_what_devices_send_inside_the_kernel_is_predicted(name: str) -> None:
+    fn, args, step = cut_along(name)
+    report = verify_compiled(step.lower(*args).compile(), fn, *args)
+    assert report.ok, report
+    assert "all-reduce" in {c.kind for c in step.plan(*args).collectives}
+
+
+def two_layers(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        h = x
+        for w in weights:
+            q, k, v = (jnp.einsum("btd,dnh->btnh", h, w[i]) for i in range(3))
+            h = h + attend(q, k, v).reshape(h.shape)
+        return (h.astype(jnp.float32) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - g, weights, grads), value
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"stages": 2, "schedule": "1f1b"}], ids=str)
+def test_positions_are_cut_in_microbatches_and_in_stages(options: dict[str, Any]) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = [0.3 * jax.random.normal(key, (3, 8, 1, 8), jnp.float16) for key in keys[:2]]
+    x = jax.random.normal(keys[2], (4, 32, 8), jnp.float16)
+    step = autopar.parallelize(two_layers, mesh={"x": 2, "y": 4}, cluster=dear((2, 4)), **options)
+    assert any("context" in forms for forms in step.plan(weights, x).forms.values())
+    whole = as_one_device(two_layers, weights, x)
+    for ours, theirs in zip(jax.tree.leaves(step(weights, x)), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=0, atol=4e-3 * np.abs(theirs).max())
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -48,7 +48,7 @@ from autopar.ir.trace import Traced, trace
 from autopar.passes.remat.choose import AUTO
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import NONE
-from autopar.plans.one_mesh import Planned, make_plan
+from autopar.plans.builders.one_mesh import Planned, make_plan
 
 #: Who prices the plans of a platform; any plan will do.
 CLUSTERS: Mapping[str, str] = {"cpu": "dgx-h100", "tpu": "tpu-v5e"}

@@ -27,7 +27,7 @@ from autopar.cost_models.memory.report import report
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
-from autopar.plans.one_mesh import Planned, make_plan
+from autopar.plans.builders.one_mesh import Planned, make_plan
 
 KIB = 1024
 

@@ -13,7 +13,7 @@ from autopar.cost_models.memory.liveness import Liveness
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
-from autopar.plans.one_mesh import make_plan
+from autopar.plans.builders.one_mesh import make_plan
 
 DEVICES = 8
 ROWS, WIDTH = 1024, 128

@@ -17,7 +17,7 @@ from autopar.cost_models.memory.row import RowSource
 from autopar.ir.layout import local_shape
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import extract
-from autopar.plans.one_mesh import Planned
+from autopar.plans.builders.one_mesh import Planned
 from tests.cost_models.memory.test_memory import liveness, planned
 from tests.support.effort import examples
 

@@ -27,7 +27,7 @@ from autopar.cost_models.memory.sizes import Sizes
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
-from autopar.plans.one_mesh import Planned, make_plan
+from autopar.plans.builders.one_mesh import Planned, make_plan
 
 WHOLE = 128 * 128 * 4  # bytes of one array of these programs
 PLAIN = replace(TPU, near_bytes=0.0, fragmentation=1.0)

@@ -27,7 +27,7 @@ from autopar.passes.remat.rewrite import FULL, NONE, recomputable
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan import StageProblem
-from autopar.plans.pipeline import make_plan
+from autopar.plans.builders.pipeline import make_plan
 from autopar.rules import rules_of
 from tests.passes.inter_op.test_dynamic_program import divisions
 from tests.passes.inter_op.test_optimality import CLUSTERS

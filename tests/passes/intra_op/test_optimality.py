@@ -20,7 +20,7 @@ from autopar.ir.problem import Edge, Node, Problem
 from autopar.ir.trace import Traced, trace
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
-from autopar.plans.one_mesh import Planned, make_plan
+from autopar.plans.builders.one_mesh import Planned, make_plan
 from tests.judge.intra_op import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
 from tests.judge.model import Judge, eliminated, enumerated
 from tests.judge.survey import survey

@@ -24,8 +24,8 @@ from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
-from autopar.plans import one_mesh
-from autopar.plans.one_mesh import make_plan
+from autopar.plans.builders import one_mesh
+from autopar.plans.builders.one_mesh import make_plan
 from autopar.rules import rules_of
 from autopar.verification import verify as verification
 from tests.support.effort import sample

@@ -25,7 +25,7 @@ from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Pruned
 from autopar.plans import cache as plan_cache
-from autopar.plans.one_mesh import make_plan
+from autopar.plans.builders.one_mesh import make_plan
 from tests.support.effort import sample
 from tests.support.processes import printed_twice
 

@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models import offload
 from autopar.cost_models.compiler import hbm_traffic
-from autopar.cost_models.flops import main_dtype, model_flops
 from autopar.cost_models.memory.report import over_time
 from autopar.cost_models.sharding.groups import Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Graph, graph_hash
+from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout, ProgramLayouts, cuts, divides, replicated
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
@@ -31,6 +30,7 @@ from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
+from autopar.plans.builders.common import build
 from autopar.plans.forms import mesh_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
@@ -110,43 +110,30 @@ def export(mesh_solution: MeshSolution) -> Plan:
         over_time=over_time(draft.liveness, solution.assignment, MOMENTS),
     )
     account = imbalance.measure(graph, model.grouping.rules, stage)
-    parallelism = mesh_parallelism(graph, stage, model.grouping.rules)
-    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
-    plan = Plan(
-        graph_hash=graph_hash(mesh_solution.written),
-        mesh_names=mesh.names,
-        mesh_sizes=mesh.sizes,
-        cluster=mesh_solution.cluster_name,
+    plan = build(
+        mesh_solution.written,
+        graph,
+        mesh,
+        mesh_solution.cluster_name,
         stages=(stage,),
         inputs=inputs,
         outputs=outputs,
-        input_paths=graph.input_paths,
-        output_paths=graph.output_paths,
-        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
-        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
-        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
         donated=mesh_solution.donated,
-        collectives=planned,
-        step_time_s=solution.objective,
         parts=parts,
-        objective_s=solution.objective,
+        seconds=solution.objective,
+        solutions=[solution],
+        parallelism=mesh_parallelism(graph, stage, model.grouping.rules),
+    )
+    plan = replace(
+        plan,
+        collectives=planned,
         lower_bound_s=solution.lower_bound,
         gap=float(solution.gap),
         solver_status=solution.status,
-        solver=solution.solver_used,
-        variables=solution.variables,
-        variables_unfolded=solution.variables_unfolded,
-        rows=solution.rows,
-        phases=mesh_solution.phases,
-        # both include recomputation under the user's own jax.checkpoint
-        mfu=model_flops(mesh_solution.written) / possible if possible > 0 else 0.0,
-        hfu=model_flops(graph) / possible if possible > 0 else 0.0,
         flops_per_device=account.ratio * account.total / mesh.size,
         bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
         remat=draft.policies,
         offloaded=tuple(sorted(draft.hosted)),
-        forms=parallelism.forms,
-        read_in_parts=parallelism.read_in_parts,
         spent=time_spent(graph, model, solution.assignment, planned, mesh, copied),
         notes=(
             *mesh_solution.notes,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.cost_models.flops import main_dtype, model_flops, work
+from autopar.cost_models.flops import main_dtype, work
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import PlanMismatchError
 from autopar.hardware.cluster import Cluster
@@ -37,6 +37,7 @@ from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
+from autopar.plans.builders.common import build
 from autopar.plans.forms import pipeline_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
@@ -133,57 +134,40 @@ def make_plan(
     """
     costs = _priced(plans, pipelined, target.cluster)
     parts = {**_pipeline_seconds(plans, pipelined, costs), **_before(pipelined)}
-    seconds = math.fsum(parts.values())
-    mesh, total, executed = target.logical, model_flops(graph), model_flops(pipelined.layers.graph)
-    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * seconds
+    mesh, choice, solved = target.logical, pipelined.choice, [plan.solution for plan in plans.plans]
     stages = tuple(_stage(pipelined, plans, s, costs) for s in range(len(plans.plans)))
     inputs = _inputs(graph, pipelined, [plan.summary.arguments for plan in plans.plans], len(mesh.sizes))
-    solved = [plan.solution for plan in plans.plans]
-    parallelism = pipeline_parallelism(plans, stages, graph.inputs, graph.input_paths)
-    return Plan(
-        graph_hash=graph_hash(graph),
-        mesh_names=mesh.names,
-        mesh_sizes=mesh.sizes,
-        cluster=target.cluster.name,
+    plan = build(
+        graph,
+        pipelined.layers.graph,
+        mesh,
+        target.cluster.name,
         stages=stages,
         inputs=inputs,
         outputs=_outputs(graph, inputs),
-        input_paths=graph.input_paths,
-        output_paths=graph.output_paths,
-        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
-        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
-        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
         donated=donated,
-        collectives=tuple(c for stage in stages for c in stage.collectives),
-        step_time_s=seconds,
         parts=parts,
-        objective_s=seconds,
-        lower_bound_s=0.0,
-        gap=1.0,
-        solver_status="chosen",
-        solver=solved[0].solver_used,
-        variables=sum(s.variables for s in solved),
-        variables_unfolded=sum(s.variables_unfolded for s in solved),
-        rows=sum(s.rows for s in solved),
+        seconds=math.fsum(parts.values()),
+        solutions=solved,
+        parallelism=pipeline_parallelism(plans, stages, graph.inputs, graph.input_paths),
+    )
+    return replace(
+        plan,
+        collectives=tuple(c for stage in stages for c in stage.collectives),
         phases={"trace": trace_s},
-        mfu=total / possible if possible > 0 else 0.0,
-        hfu=executed / possible if possible > 0 else 0.0,
-        flops_per_device=executed / mesh.size,
-        schedule=pipelined.choice.schedule,
-        num_microbatches=pipelined.choice.microbatches,
-        batch=pipelined.choice.batch,
-        per_microbatch=pipelined.choice.per_microbatch,
-        remat=pipelined.choice.remat,
-        pieces=pipelined.choice.pieces,
-        offloaded=tuple(sorted(pipelined.choice.offloaded)),
-        forms=parallelism.forms,
-        read_in_parts=parallelism.read_in_parts,
+        schedule=choice.schedule,
+        num_microbatches=choice.microbatches,
+        batch=choice.batch,
+        per_microbatch=choice.per_microbatch,
+        remat=choice.remat,
+        pieces=choice.pieces,
+        offloaded=tuple(sorted(choice.offloaded)),
         transfers={f"{a}>{b}": float(seconds) for (a, b), seconds in costs.transfer.items()},
         transfer_bytes={f"{a}>{b}": float(nbytes) for (a, b), nbytes in costs.border.items()},
         notes=(
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
-            *pipelined.choice.notes,
-            *choose_offload.notes(graph, mesh, pipelined.choice.offloaded, _host_bytes(stages)),
+            *choice.notes,
+            *choose_offload.notes(graph, mesh, choice.offloaded, _host_bytes(stages)),
             *dict.fromkeys(warning for s in solved for warning in s.warnings),
             *_missing(pipelined, stages),
         ),
