@@ -27,6 +27,7 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 
 from autopar import jax_compat
+from autopar.cost_models.kernels import KERNELS
 from autopar.errors import ArgumentError, GraphError
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op
@@ -511,8 +512,11 @@ _REGION_EMITTERS: Mapping[str, Callable[[_Emitter, Op, Any, Sequence[Any]], list
 
 
 def _needs_float32_sum(op: Op, result: RuleResult) -> bool:
-    """True if the operation yields parts of a sum that are kept in float32, from operands that may be narrower."""
-    if result.results != (SUM,) or (op.name in RULES and RULES[op.name].identity):
+    """True if the operation yields parts of a sum that are kept in float32, from operands that may be narrower.
+
+    A kernel is traced for its own types: each of its parts is rounded once, and is converted afterwards.
+    """
+    if result.results != (SUM,) or op.name in KERNELS or (op.name in RULES and RULES[op.name].identity):
         return False
     (variable,) = op.equation.outvars
     return part_dtype(variable.aval.dtype, SUM) != variable.aval.dtype

@@ -62,6 +62,15 @@ def test_a_sample_in_microbatches_is_the_whole(accepted_cases: Sequence[Accepted
     assert differing(drawn(accepted_cases, list(PLACES).index(place)), place) == []
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parts_of_sums_that_kernels_round_are_converted(dtype: str) -> None:
+    """A kernel is traced for its own types, so that its operands stay narrow."""
+    place = next(iter(PLACES))
+    kernels = list(cases([dtype], ["custom_partitioning"]))
+    assert any("sum" in str(case) for case in kernels)
+    assert differing(kernels, place) == []
+
+
 def drawn(accepted_cases: Sequence[Accepted], place: int) -> list[Accepted]:
     order = np.random.default_rng(place).permutation(len(accepted_cases))
     turn = {line: i % len(PLACES) for i, line in enumerate(lines())}
