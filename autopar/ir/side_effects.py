@@ -23,6 +23,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +111,9 @@ def _children(x: Any) -> Iterable[Any]:
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, Mapping):
-        return [*x.keys(), *x.values()] if type(x) is dict else list(getattr(x, "__dict__", {}).values())
+        return [*x.keys(), *x.values()] if type(x) is dict else _attributes(x)
     inside = list(x) if isinstance(x, list | tuple | set | frozenset | deque) else []
-    return [*inside, *getattr(x, "__dict__", {}).values(), *_slots(x)]
+    return [*inside, *_attributes(x)]
 
 
 def _function_references(x: types.FunctionType) -> list[Any]:
@@ -137,9 +138,16 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _slots(x: Any) -> list[Any]:
-    names = [name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
-    return [getattr(x, name) for name in names if isinstance(name, str) and hasattr(x, name)]
+def _attributes(x: Any) -> list[Any]:
+    """The attributes that an object itself holds, read without running code of its class."""
+    values: list[Any] = []
+    with suppress(AttributeError):
+        values.extend(object.__getattribute__(x, "__dict__").values())
+    slots = [d for kind in type(x).__mro__ for d in vars(kind).values() if isinstance(d, types.MemberDescriptorType)]
+    for slot in slots:
+        with suppress(AttributeError):  # a slot without a value yet
+            values.append(slot.__get__(x))
+    return values
 
 
 def _is_user_code(x: Any) -> bool:

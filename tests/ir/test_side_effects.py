@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -30,6 +31,18 @@ class Slotted:
         self.value = value
 
 
+class Strange:
+    """What it is asked for by name, it computes, and cannot."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 class Cached:
     cache = Slotted(KEPT)
 
@@ -51,6 +64,7 @@ FOUND: dict[str, Any] = {
     "object of a method": Model({"w": [KEPT]}).step,
     "argument of a partial": functools.partial(np.sum, Slotted(KEPT)),
     "class": closes_over(Cached),
+    "behind an array of JAX": closes_over([jnp.ones(2), Strange(KEPT)]),
     "wrapped": functools.wraps(calls_another)(closes_over(None)),
 }
 NOT_FOUND: dict[str, Any] = {
