@@ -91,7 +91,8 @@ class Plan(PlanRecord, ShownAsText):
             forward pass's products, in a pipeline of those inside stages.
         read_in_parts: mesh axis along which weights are whole for most products, as in data parallelism -> positions of
             the argument leaves that products read in parts along it nevertheless, such as weights of experts.
-        spent: predicted seconds by source line, which add up to the step; empty for stages.
+        spent: predicted seconds by source line, which add up to the step; for stages, those of the devices that have
+            most to do, "idle" among the kinds.
         transfers: "0>1" -> seconds in which stage 0 sends stage 1 what one microbatch needs; empty on one mesh.
         transfer_bytes: the same -> bytes of one microbatch.
         memory_limit_bytes: bytes per device that planning allowed: the budget, or what is usable of a device's memory.

@@ -31,7 +31,8 @@ class Spent:
     Attributes:
         source: the line, "file.py:line"; "" if none is known.
         phase: "forward", "backward" or "update"; "" if none is known.
-        kind: "compute", "memory traffic", "communication", "host" or "other".
+        kind: "compute", "memory traffic", "communication", "host" or "other"; in a pipeline "idle", and "first loop"
+            for one that runs first.
         seconds: s per step.
     """
 

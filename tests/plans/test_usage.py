@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,31 @@ def test_the_time_of_every_rank_is_the_step():
     for rank in shared.ranks:
         busy = sum(t for stage in rank for name, t in use[stage.name].items() if name != "idle")
         assert busy + use[rank[0].name]["idle"] == pytest.approx(shared.step_time_s)
+
+
+PIPELINES = {
+    "two stages": ("gpt-toy", (4,), {"stages": 2, "num_microbatches": 2}),
+    "two stages on each device": (
+        "gpt-toy",
+        (2,),
+        {"stages": 2, "num_microbatches": 2, "schedule": "interleaved-1f1b"},
+    ),
+    "offloaded": ("mlp-toy", (4,), {"stages": 2, "num_microbatches": 2, "offload": "all"}),
+    "two loops": ("moe-toy", (2, 4), {"stages": 2, "num_microbatches": 2, "schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+def test_the_lines_of_the_busiest_devices_and_their_idle_time_add_up_to_the_step(case):
+    name, mesh, options = case
+    plan = planned(name, mesh, **options)
+    assert math.fsum(row.seconds for row in plan.spent) == pytest.approx(plan.step_time_s, rel=1e-9)
+    most = max(sum(sum(s.busy(plan.num_microbatches).values()) for s in rank) for rank in plan.ranks)
+    kinds = plan.time().kinds
+    assert plan.step_time_s - kinds["idle"] - kinds.get("first loop", 0.0) == pytest.approx(most, rel=1e-3)
+    assert kinds["compute"] > 0.4 * most
+    assert "slowest line: " in plan.summary()
+    assert re.search(r"stage \d(?: and stage \d)*, with most to do:", str(plan.time()))
 
 
 def test_a_saved_plan_knows_as_much_and_prints_it(tmp_path):

@@ -35,12 +35,14 @@ from autopar.passes.remat.offload import offloadable
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.offload import offloadable_in_stages
+from autopar.passes.stages.plan import StagePlan
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans.builders.common import build
 from autopar.plans.forms import pipeline_parallelism
 from autopar.plans.plan import Plan
-from autopar.plans.record import Stage
+from autopar.plans.record import Spent, Stage
+from autopar.plans.time_spent import time_spent
 from autopar.plans.validation.consistency import check_all, mismatches, unlike
 from autopar.plans.validation.layouts import check_layouts, check_offloaded
 from autopar.rules import rules_of
@@ -162,6 +164,7 @@ def make_plan(
         remat=choice.remat,
         pieces=choice.pieces,
         offloaded=tuple(sorted(choice.offloaded)),
+        spent=_spent(plan, plans),
         transfers={f"{a}>{b}": float(seconds) for (a, b), seconds in costs.transfer.items()},
         transfer_bytes={f"{a}>{b}": float(nbytes) for (a, b), nbytes in costs.border.items()},
         notes=(
@@ -254,6 +257,32 @@ def _pipeline_seconds(plans: StagePlans[PlannedStage], pipelined: Pipelined, cos
     update = tuple(plan.summary.times.update for plan in plans.plans)
     without = simulate(pipelined.schedule, replace(costs, update=update)).seconds
     return {"pipeline": without, "host": seconds - without}
+
+
+def _spent(plan: Plan, plans: StagePlans[PlannedStage]) -> tuple[Spent, ...]:
+    """Seconds per step by source line of the devices that have most to do, and those in which they are idle.
+
+    Stages that are isomorphic to an earlier one have its problem, and so its lines.
+    """
+    leaders: dict[str, StagePlan] = {}
+    for solved in plans.plans:
+        if isinstance(solved, StagePlan):
+            leaders.setdefault(solved.summary.graph_hash, solved)
+    busiest = max(
+        plan.ranks, key=lambda rank: math.fsum(t for s in rank for t in s.busy(plan.num_microbatches).values())
+    )
+    seconds = Counter[tuple[str, str, str]]()
+    for stage in busiest:
+        of = leaders[stage.graph_hash]
+        lines = time_spent(
+            of.graph.graph, of.model, of.solution.assignment, of.collectives, of.mesh, of.summary.times.host
+        )
+        for row in lines:
+            seconds[row.source, row.phase, row.kind] += row.seconds
+    if before := plan.parts.get("first loop", 0.0):
+        seconds["", "forward", "first loop"] = before
+    idle = Spent("", "", "idle", plan.step_time_s - math.fsum(seconds.values()))
+    return (*sorted((Spent(*key, t) for key, t in seconds.items()), key=lambda row: -row.seconds), idle)
 
 
 def _before(pipelined: Pipelined) -> Mapping[str, float]:

@@ -1,6 +1,6 @@
 """Where the time and the memory of a step go.
 
-time       on one mesh by source line and kind; in a pipeline by stage and pass, with the time in which it is idle
+time       by source line and kind; in a pipeline by stage and pass, and by line on the devices that have most to do
 memory     by kind at the peak, and over the step where the plan has its step
 """
 
@@ -24,7 +24,8 @@ class TimeUse(ShownAsText):
 
     Attributes:
         step_time_s: predicted step time (s).
-        spent: seconds by source line, phase and kind, which add up to the step; empty for a pipeline.
+        spent: seconds by source line, phase and kind, which add up to the step; in a pipeline those of the devices that
+            have most to do, "idle" among the kinds.
         stages: name of a stage -> pass -> seconds per step, "idle" among them, which add up to the step; empty on one
             mesh.
     """
@@ -57,7 +58,13 @@ class TimeUse(ShownAsText):
                 (stage, *(self._share(passes.get(name, 0.0)) for name in names))
                 for stage, passes in self.stages.items()
             ]
-            return table("stage", ("", *names), rows)
+            least = min(passes.get("idle", 0.0) for passes in self.stages.values())
+            busiest = [stage for stage, passes in self.stages.items() if passes.get("idle", 0.0) == least]
+            lines = f"\n{' and '.join(busiest)}, with most to do:{self._lines()}" if self.spent else ""
+            return table("stage", ("", *names), rows) + lines
+        return self._lines()
+
+    def _lines(self) -> str:
         kinds = list(self.kinds)
         rows = [(line or "-", self._share(sum(of.values())), *(self._share(of.get(k, 0.0)) for k in kinds))
                 for line, of in [*self.lines.items()][:LINES]]  # fmt: skip

@@ -136,7 +136,7 @@ class Profile(ShownAsText):
     def lines(self) -> tuple[Compared, ...]:
         """Source lines, the slowest first; a pipeline has no predicted seconds of them."""
         predicted: dict[str, float] = {}
-        for row in self.plan.spent:
+        for row in () if self.plan.pipelined else self.plan.spent:
             predicted[row.source] = predicted.get(row.source, 0.0) + row.seconds
         measured = dict.fromkeys(predicted, 0.0)
         for operation in self.median_step:
