@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import autopar
 from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
@@ -131,3 +133,38 @@ def test_powers_of_two_on_six_devices_are_padded_not_repeated(target):
     assert measured.excesses[0].kind == "padded"
     assert planned.plan.notes[-1].startswith("more than an even share per device: ")
     assert any("padded to" in note for note in planned.plan.notes)
+
+
+def layers_of(operation, width):
+    """Four layers of this width, each with an operation, and a step of gradient descent."""
+
+    def step(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = operation(h @ w)
+            return (h**2).mean()
+
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    square = jax.ShapeDtypeStruct((width, width), "float32")
+    return step, [square] * 4, square
+
+
+IN_STAGES = {
+    "indivisible": (jnp.tanh, 6, r"stage 1: more than an even share per device: whole along x=4: 6 do not divide: \+3"),
+    "padded": (jnp.tanh, 7, r"stage 1: more than an even share per device: 7 padded to 8 over 4 devices: \+0"),
+    "uncuttable": (
+        lambda x: x * jnp.linalg.slogdet(x)[1],
+        16,
+        r"stage \d: lu runs replicated \(\d+ times\): it works on a single matrix",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_STAGES.values(), ids=IN_STAGES)
+def test_stages_note_what_one_mesh_notes(case):
+    operation, width, message = case
+    options = {"mesh": (8,), "cluster": dear((8,)), "stages": 2, "num_microbatches": 1}
+    notes = autopar.plan(*layers_of(operation, width), **options).notes
+    assert any(re.match(message, note) for note in notes), notes

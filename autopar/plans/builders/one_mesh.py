@@ -5,20 +5,20 @@ layouts of results                    -> _output_layout
 seconds by source line                plans/time_spent.py
 seconds by part                       -> _parts
 memory                                cost_models/memory/report.py
-what is replicated or uneven, and why -> _notes
+what is replicated or uneven, and why plans/builders/notes.py
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models import offload
 from autopar.cost_models.compiler import hbm_traffic
 from autopar.cost_models.memory.report import over_time
-from autopar.cost_models.sharding.groups import Grouping, Model
+from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout, ProgramLayouts, cuts, divides, replicated
@@ -31,12 +31,12 @@ from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
 from autopar.plans.builders.common import build
+from autopar.plans.builders.notes import replicated_operations, uneven_loads
 from autopar.plans.forms import mesh_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
 from autopar.plans.time_spent import time_spent
-from autopar.rules import Rule, manual
-from autopar.rules.inherent import reason
+from autopar.rules import Rule
 
 #: Moments of memory over time that a plan contains.
 MOMENTS = 64
@@ -137,7 +137,10 @@ def export(mesh_solution: MeshSolution) -> Plan:
         spent=time_spent(graph, model, solution.assignment, planned, mesh, copied),
         notes=(
             *mesh_solution.notes,
-            *_notes(graph, model.grouping, account, inputs, mesh),
+            *(f"side effect kept as it is: {effect}" for effect in graph.effects),
+            *replicated_operations(graph, model.grouping),
+            *_undivided(graph, inputs, mesh),
+            *uneven_loads(account),
             *solution.warnings,
         ),
     )
@@ -181,45 +184,6 @@ def _parts(model: Model, solution: Solution, copied: float) -> Mapping[str, floa
     inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
     seconds = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
     return {**seconds, "host": copied} if copied else seconds
-
-
-def _notes(
-    graph: Graph, grouping: Grouping, account: imbalance.Imbalance, inputs: tuple[Layout, ...], mesh: LogicalMesh
-) -> tuple[str, ...]:
-    """The notes of a plan: side effects, replicated operations and arguments, and uneven loads."""
-    notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
-    notes.extend(_replicated_operations(graph, grouping))
-    notes.extend(dict.fromkeys(_partly_manual(graph)))
-    notes.extend(_undivided(graph, inputs, mesh))
-    uneven = account.without("uncuttable", "chosen")
-    notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
-    return tuple(notes)
-
-
-def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
-    """A note per kind of operation whose rule allows no dimension to be cut, with the reason."""
-    whole: dict[tuple[str, str], tuple[int, str]] = {}
-    for c in grouping.groups:
-        if c.op >= 0 and graph.types[c.value].size > 1 and not grouping.rules[graph.by_index[c.op].signature].free:
-            op = graph.by_index[c.op]
-            if op.name == manual.MANUAL:
-                continue
-            key = op.name, reason(op)
-            count, line = whole.get(key, (0, op.source))
-            whole[key] = (count + 1, line)
-    return [f"{name} runs replicated ({n} times, first at {line}): {why}" for (name, why), (n, line) in whole.items()]
-
-
-def _partly_manual(graph: Graph) -> Iterator[str]:
-    """A note for every `shard_map` that is manual over some of the axes only."""
-    for op in manual.calls(graph):
-        call = manual.call_of(op)
-        automatic = [axis for axis, size in call.mesh.items() if axis not in call.axes and size > 1]
-        if automatic:
-            yield (
-                f"shard_map at {manual.line(op)} is manual over {', '.join(call.axes)}: devices along "
-                f"{', '.join(automatic)} all do the same; name these axes in its specs, and in axis_names if given"
-            )
 
 
 def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:

@@ -38,7 +38,9 @@ from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.passes.stages.plan import StagePlan
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
+from autopar.plans import imbalance
 from autopar.plans.builders.common import build
+from autopar.plans.builders.notes import replicated_operations, uneven_loads
 from autopar.plans.forms import pipeline_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Spent, Stage
@@ -173,6 +175,7 @@ def make_plan(
             *choose_offload.notes(graph, mesh, choice.offloaded, _host_bytes(stages)),
             *dict.fromkeys(warning for s in solved for warning in s.warnings),
             *_missing(pipelined, stages),
+            *_of_stages(plans, stages),
         ),
     )
 
@@ -259,6 +262,32 @@ def _pipeline_seconds(plans: StagePlans[PlannedStage], pipelined: Pipelined, cos
     return {"pipeline": without, "host": seconds - without}
 
 
+def _leaders(plans: StagePlans[PlannedStage]) -> Mapping[str, StagePlan]:
+    """Hash of a graph -> the first stage with it, which has its problem."""
+    leaders: dict[str, StagePlan] = {}
+    for solved in plans.plans:
+        if isinstance(solved, StagePlan):
+            leaders.setdefault(solved.summary.graph_hash, solved)
+    return leaders
+
+
+def _of_stages(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Iterator[str]:
+    """Notes of the programs of stages; stages with the same note share it."""
+    leaders, names = _leaders(plans), dict[str, list[str]]()
+    notes: dict[str, list[str]] = {}
+    for program, solved in leaders.items():
+        stage = next(stage for stage in stages if stage.graph_hash == program)
+        account = imbalance.measure(solved.graph.graph, solved.rules, stage)
+        notes[program] = [*replicated_operations(solved.graph.graph, solved.model.grouping), *uneven_loads(account)]
+    for stage in stages:
+        for note in notes[stage.graph_hash]:
+            names.setdefault(note, []).append(stage.name)
+    for note, of in names.items():
+        several = f"{of[0]} and {len(of) - 1} more" if len(of) > 1 else of[0]
+        where = "every stage" if len(of) == len(stages) else several
+        yield f"{where}: {note}"
+
+
 def _spent(plan: Plan, plans: StagePlans[PlannedStage]) -> tuple[Spent, ...]:
     """Seconds per step by source line of the devices that have most to do, and those in which they are idle.
 
@@ -271,14 +300,15 @@ def _spent(plan: Plan, plans: StagePlans[PlannedStage]) -> tuple[Spent, ...]:
     busiest = max(
         plan.ranks, key=lambda rank: math.fsum(t for s in rank for t in s.busy(plan.num_microbatches).values())
     )
-    seconds = Counter[tuple[str, str, str]]()
+    seconds: dict[tuple[str, str, str], float] = {}
     for stage in busiest:
         of = leaders[stage.graph_hash]
         lines = time_spent(
             of.graph.graph, of.model, of.solution.assignment, of.collectives, of.mesh, of.summary.times.host
         )
         for row in lines:
-            seconds[row.source, row.phase, row.kind] += row.seconds
+            key = row.source, row.phase, row.kind
+            seconds[key] = seconds.get(key, 0.0) + row.seconds
     if before := plan.parts.get("first loop", 0.0):
         seconds["", "forward", "first loop"] = before
     idle = Spent("", "", "idle", plan.step_time_s - math.fsum(seconds.values()))
