@@ -18,28 +18,11 @@ from autopar.cost_models.memory.report import Moment
 from autopar.errors import ArgumentError
 from autopar.ir.collective import Collective
 from autopar.ir.layout import Layout, spec
+from autopar.passes.intra_op.time_spent import Spent
 from autopar.plans.validation.schema import Listed, Packed
 from autopar.version import VERSION
 
 FORMAT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Time of a step that one source line takes.
-
-    Attributes:
-        source: the line, "file.py:line"; "" if none is known.
-        phase: "forward", "backward" or "update"; "" if none is known.
-        kind: "compute", "memory traffic", "communication", "host" or "other"; in a pipeline "idle", and "first loop"
-            for one that runs first.
-        seconds: s per step.
-    """
-
-    source: str
-    phase: str
-    kind: str
-    seconds: float
 
 
 @dataclass(frozen=True)

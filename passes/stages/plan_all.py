@@ -207,10 +207,11 @@ class _Planner:
         problem = self.problems[key]
         solution = problem.within(limit, self._accepted(slowest)) if limit else problem.fastest
         plan = problem.plan(solution, graph)
-        if program.canonical_form.stage == number:
+        leader = program.canonical_form.stage
+        if leader == number:
             return plan
         return SummarizedStage(
-            self.stages, self.avals, number, mesh, solution, plan.layouts, plan.summary, self.options.rules
+            self.stages, self.avals, number, leader, mesh, solution, plan.layouts, plan.summary, self.options.rules
         )
 
     def _offloaded(self, graph: StageGraph) -> tuple[int, ...]:

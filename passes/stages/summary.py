@@ -23,6 +23,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.graph import graph_hash
 from autopar.ir.layout import PARTIAL, Layout, ProgramLayouts, divides
+from autopar.passes.intra_op.time_spent import Spent, time_spent
 from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.cost import SolvedStage, StageTimes, stage_times
 from autopar.passes.stages.divide import Stages
@@ -57,6 +58,7 @@ class StageSummary:
         arguments: argument of the step -> its layout; None for scalars.
         boundary: layouts of values that it sends and receives.
         host_bytes: bytes per device of its state in host memory.
+        spent: seconds per step by source line, in all its passes and updates.
     """
 
     times: StageTimes
@@ -66,6 +68,7 @@ class StageSummary:
     arguments: Mapping[int, Layout | None]
     boundary: BoundaryLayouts
     host_bytes: float
+    spent: tuple[Spent, ...]
 
 
 class _Bounded(SolvedStage, Protocol):
@@ -78,14 +81,16 @@ class _Bounded(SolvedStage, Protocol):
 
 def summarize(plan: _Bounded) -> StageSummary:
     """The summary of a planned stage."""
+    graph, times, chosen = plan.graph.graph, stage_times(plan), plan.solution.assignment
     return StageSummary(
-        stage_times(plan),
-        plan.liveness.memory(plan.solution.assignment),
+        times,
+        plan.liveness.memory(chosen),
         tuple(c for c in plan.collectives if c.bytes_sent(plan.mesh.shape)),
-        graph_hash(plan.graph.graph),
+        graph_hash(graph),
         plan.arguments(plan.graph),
         plan.boundary,
-        plan.liveness.host_bytes(plan.solution.assignment),
+        plan.liveness.host_bytes(chosen),
+        time_spent(graph, plan.model, chosen, plan.collectives, plan.mesh, times.host),
     )
 
 
@@ -141,6 +146,7 @@ class SummarizedStage(StageWithLayouts):
     Attributes:
         stages, avals: the step in stages, and shape and dtype of every argument.
         number: of the stage.
+        leader: number of the first stage that it is isomorphic to.
         mesh: its submesh.
         solution, layouts, summary: as of a `StagePlan`.
         registered: rules that were registered, by operation.
@@ -149,6 +155,7 @@ class SummarizedStage(StageWithLayouts):
     stages: Stages
     avals: tuple[Any, ...]
     number: int
+    leader: int
     mesh: LogicalMesh
     solution: Solution
     layouts: ProgramLayouts

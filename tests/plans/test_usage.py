@@ -72,6 +72,7 @@ PIPELINES = {
         (2,),
         {"stages": 2, "num_microbatches": 2, "schedule": "interleaved-1f1b"},
     ),
+    "four stages": ("gpt-toy", (4,), {"stages": 4, "num_microbatches": 4}),
     "offloaded": ("mlp-toy", (4,), {"stages": 2, "num_microbatches": 2, "offload": "all"}),
     "two loops": ("moe-toy", (2, 4), {"stages": 2, "num_microbatches": 2, "schedule": "zb-h1"}),
 }

@@ -2,7 +2,7 @@
 
 solution -> layouts, collectives      passes/intra_op/extract.py
 layouts of results                    -> _output_layout
-seconds by source line                plans/time_spent.py
+seconds by source line                passes/intra_op/time_spent.py
 seconds by part                       -> _parts
 memory                                cost_models/memory/report.py
 what is replicated or uneven, and why plans/builders/notes.py
@@ -25,6 +25,7 @@ from autopar.ir.layout import Layout, ProgramLayouts, cuts, divides, replicated
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import extract
+from autopar.passes.intra_op.time_spent import time_spent
 from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
 from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.remat.options import Options
@@ -35,7 +36,6 @@ from autopar.plans.builders.notes import replicated_operations, uneven_loads
 from autopar.plans.forms import mesh_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
-from autopar.plans.time_spent import time_spent
 from autopar.rules import Rule
 
 #: Moments of memory over time that a plan contains.

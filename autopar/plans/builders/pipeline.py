@@ -29,6 +29,7 @@ from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.inter_op.pipelines import Pipelined, StageChoice, avals
 from autopar.passes.inter_op.simulate import transfer_seconds
+from autopar.passes.intra_op.time_spent import Spent
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat import choose_offload
 from autopar.passes.remat.offload import offloadable
@@ -43,8 +44,7 @@ from autopar.plans.builders.common import build
 from autopar.plans.builders.notes import replicated_operations, uneven_loads
 from autopar.plans.forms import pipeline_parallelism
 from autopar.plans.plan import Plan
-from autopar.plans.record import Spent, Stage
-from autopar.plans.time_spent import time_spent
+from autopar.plans.record import Stage
 from autopar.plans.validation.consistency import check_all, mismatches, unlike
 from autopar.plans.validation.layouts import check_layouts, check_offloaded
 from autopar.rules import rules_of
@@ -262,51 +262,29 @@ def _pipeline_seconds(plans: StagePlans[PlannedStage], pipelined: Pipelined, cos
     return {"pipeline": without, "host": seconds - without}
 
 
-def _leaders(plans: StagePlans[PlannedStage]) -> Mapping[str, StagePlan]:
-    """Hash of a graph -> the first stage with it, which has its problem."""
-    leaders: dict[str, StagePlan] = {}
-    for solved in plans.plans:
-        if isinstance(solved, StagePlan):
-            leaders.setdefault(solved.summary.graph_hash, solved)
-    return leaders
-
-
 def _of_stages(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Iterator[str]:
-    """Notes of the programs of stages; stages with the same note share it."""
-    leaders, names = _leaders(plans), dict[str, list[str]]()
-    notes: dict[str, list[str]] = {}
-    for program, solved in leaders.items():
-        stage = next(stage for stage in stages if stage.graph_hash == program)
-        account = imbalance.measure(solved.graph.graph, solved.rules, stage)
-        notes[program] = [*replicated_operations(solved.graph.graph, solved.model.grouping), *uneven_loads(account)]
-    for stage in stages:
-        for note in notes[stage.graph_hash]:
-            names.setdefault(note, []).append(stage.name)
-    for note, of in names.items():
-        several = f"{of[0]} and {len(of) - 1} more" if len(of) > 1 else of[0]
-        where = "every stage" if len(of) == len(stages) else several
-        yield f"{where}: {note}"
+    """Notes of the programs of stages; stages that are isomorphic to an earlier one have its notes."""
+    notes: list[list[str]] = []
+    for solved, stage in zip(plans.plans, stages, strict=True):
+        if isinstance(solved, StagePlan):
+            graph = solved.graph.graph
+            account = imbalance.measure(graph, solved.rules, stage)
+            notes.append([*replicated_operations(graph, solved.model.grouping), *uneven_loads(account)])
+        else:
+            notes.append(notes[solved.leader])
+    for note in dict.fromkeys(itertools.chain(*notes)):
+        names = [stage.name for stage, of in zip(stages, notes, strict=True) if note in of]
+        several = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        yield f"{'every stage' if len(names) == len(stages) else several}: {note}"
 
 
 def _spent(plan: Plan, plans: StagePlans[PlannedStage]) -> tuple[Spent, ...]:
-    """Seconds per step by source line of the devices that have most to do, and those in which they are idle.
-
-    Stages that are isomorphic to an earlier one have its problem, and so its lines.
-    """
-    leaders: dict[str, StagePlan] = {}
-    for solved in plans.plans:
-        if isinstance(solved, StagePlan):
-            leaders.setdefault(solved.summary.graph_hash, solved)
-    busiest = max(
-        plan.ranks, key=lambda rank: math.fsum(t for s in rank for t in s.busy(plan.num_microbatches).values())
-    )
+    """Seconds per step by source line of the devices that have most to do, and those in which they are idle."""
+    count = plan.num_microbatches
+    busiest = max(plan.ranks, key=lambda rank: math.fsum(t for s in rank for t in s.busy(count).values()))
     seconds: dict[tuple[str, str, str], float] = {}
-    for stage in busiest:
-        of = leaders[stage.graph_hash]
-        lines = time_spent(
-            of.graph.graph, of.model, of.solution.assignment, of.collectives, of.mesh, of.summary.times.host
-        )
-        for row in lines:
+    for solved, stage in zip(plans.plans, plan.stages, strict=True):
+        for row in solved.summary.spent if stage in busiest else ():
             key = row.source, row.phase, row.kind
             seconds[key] = seconds.get(key, 0.0) + row.seconds
     if before := plan.parts.get("first loop", 0.0):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from autopar.cost_models.memory.report import Moment
 from autopar.ir.text import Rows, seconds, size, table
-from autopar.plans.record import PlanRecord, Spent
+from autopar.passes.intra_op.time_spent import Spent
+from autopar.plans.record import PlanRecord
 from autopar.plans.views.notebook import ShownAsText
 
 LINES = 16  # rows of source lines

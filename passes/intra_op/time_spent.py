@@ -1,4 +1,4 @@
-"""Where the predicted time of a step on one mesh goes, by source line.
+"""Where the predicted time of a program on one mesh goes, by source line: of a step, or of one stage in all its passes.
 
     compute           operations at the roofline, without the reduction of their partial sums
     memory traffic    what light operations read and write
@@ -6,13 +6,14 @@
     host              copies of offloaded state
     other             local slices, and all lines that take less than `LEAST` of the step
 
-The rows add up to the predicted step time.
+The rows add up to the objective of the program's problem.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
@@ -20,9 +21,26 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op import extract
-from autopar.plans.record import Spent
 
 LEAST = 1e-4  # share of the step of a row that is told by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Time of a step that one source line takes.
+
+    Attributes:
+        source: the line, "file.py:line"; "" if none is known.
+        phase: "forward", "backward" or "update"; "" if none is known.
+        kind: "compute", "memory traffic", "communication", "host" or "other"; in a pipeline "idle", and "first loop"
+            for one that runs first.
+        seconds: s per step.
+    """
+
+    source: str
+    phase: str
+    kind: str
+    seconds: float
 
 
 def time_spent(
