@@ -84,7 +84,7 @@ def test_collectives_have_kinds_bytes_and_lines(plan: Plan) -> None:
     assert sorted(sums) == sorted(
         [("all-reduce", ("model",), rows), ("all-reduce", ("data",), half), ("all-reduce", ("data",), half)]
     )
-    assert all(c.source.startswith("real_programs.py:") for c in plan.collectives if c.bytes > 64)
+    assert all(c.source.startswith("steps.py:") for c in plan.collectives if c.bytes > 64)
     ring = sum(2 * (n - 1) / n * size for n, size in ((4, rows), (2, half), (2, half)))
     assert plan.wire_bytes() == pytest.approx(ring, abs=64)
 

@@ -107,8 +107,14 @@ def _span(first: int, last: int) -> str:
 
 
 def argument_rows(plan: PlanRecord, members: Sequence[int], reasons: Reasons | None) -> Rows:
-    """(path, shape, spec, why) of every group of leaves that differ in layer numbers only."""
-    return [_argument(plan, key, group, reasons) for key, group in argument_groups(plan, members).items()]
+    """(path, shape, spec, why) of every group of leaves that differ in layer numbers only, of all stages together."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for key, group in argument_groups(plan, members).items():
+        stage = owner(plan, group[0])
+        submesh = "" if stage is None else str(stage.submesh)
+        common = key if len(key) == 2 or stage is None else (*(part for part in key if part != stage.name), submesh)
+        rows.setdefault(common, []).extend(group)
+    return [_argument(plan, key, group, reasons) for key, group in rows.items()]
 
 
 def _argument(plan: PlanRecord, key: tuple[str, ...], group: Sequence[int], reasons: Reasons | None) -> tuple[str, ...]:
@@ -116,15 +122,27 @@ def _argument(plan: PlanRecord, key: tuple[str, ...], group: Sequence[int], reas
     if len(key) == 2:
         why = f"lies as the parameter does{host(plan, first)}"
         return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", why
-    why = _why(plan, first, reasons) + host(plan, first)
+    why = _why(plan, group, reasons) + host(plan, first)
     return label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
 
 
-def _why(plan: PlanRecord, i: int, reasons: Reasons | None) -> str:
+def _why(plan: PlanRecord, group: Sequence[int], reasons: Reasons | None) -> str:
+    first = group[0]
     if plan.pipelined:
-        stage = owner(plan, i)
-        return f"held by {stage.name}" if stage else "cut into microbatches in the stages that read it"
-    return layout_text(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
+        owners = {stage.name for i in group if (stage := owner(plan, i)) is not None}
+        return _among(plan, owners) if owners else "cut into microbatches in the stages that read it"
+    return (
+        layout_text(plan.inputs[first], plan.input_shapes[first], plan) if reasons is None else reasons.argument(first)
+    )
+
+
+def _among(plan: PlanRecord, names: set[str]) -> str:
+    """Where leaves are stored: "stage 0", "stages 0, 2", "stages 0-3" for a run of them."""
+    numbers = [n for n, stage in enumerate(plan.stages) if stage.name in names]
+    if len(numbers) == 1:
+        return f"in stage {numbers[0]}"
+    is_run = numbers == [*range(numbers[0], numbers[-1] + 1)]
+    return f"in stages {_span(numbers[0], numbers[-1]) if is_run else ', '.join(map(str, numbers))}"
 
 
 # Activations

@@ -155,7 +155,7 @@ def test_a_plan_goes_through_json_and_says_what_runs(tmp_path: Path) -> None:
     assert "2 stages, 8 microbatches, schedule zb-h1" in text
     assert "stage 1" in text
     assert "4-7 (x=4)" in text
-    assert "held by stage 0" in text
+    assert "in stage 0" in text
 
 
 @pytest.mark.core
