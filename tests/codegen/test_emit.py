@@ -149,7 +149,7 @@ def test_every_operation_carries_its_tag_and_the_users_line(planned: Any) -> Non
     assert len(dots) == 5
     assert {op.tag for op in dots} <= tags
     lines = {jax_compat.user_frame(e.source_info)[0].rpartition("/")[2] for e in jaxpr.eqns}
-    assert "real_programs.py" in lines
+    assert "steps.py" in lines
 
 
 def test_no_operation_is_lost_or_doubled(planned: Any) -> None:
