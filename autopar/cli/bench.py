@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from autopar.cli.options import (
+    Attention,
     Batch,
     ClusterName,
     CorpusModule,
@@ -48,6 +49,7 @@ def bench_plan(
     layers: Layers = None,
     batch: Batch = None,
     seq: Seq = None,
+    attention: Attention = None,
     solver: Solver = "auto",
     memory_budget: MemoryBudget = None,
     remat: Remat = "auto",
@@ -63,7 +65,8 @@ def bench_plan(
     mesh_sizes = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
     spec = {
         "model": model, "mesh": mesh_sizes, "cluster": cluster, "hosts": hosts,
-        "layers": layers, "batch": batch, "seq": seq, "solver": solver, "memory_budget": memory_budget,
+        "layers": layers, "batch": batch, "seq": seq, "attention": attention,
+        "solver": solver, "memory_budget": memory_budget,
         "remat": remat, "offload": offload, "per_microbatch": words(per_microbatch, ()),
         "from_cache": from_cache,
     }  # fmt: skip
