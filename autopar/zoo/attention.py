@@ -87,7 +87,7 @@ def check(target: str, name: str, *, head: int, seq: int, dtype: str) -> None:
     given = f"attention={name!r} of {target!r}"
     if name not in NAMES:
         raise ArgumentError(f"{given} is not known; use {', '.join(NAMES)}")
-    alternatives = ", ".join(known for known in NAMES if known != name)
+    alternatives = ", ".join(allowed for allowed in NAMES if allowed != name)
     if name == "cudnn" and dtype not in ("bfloat16", "float16"):
         raise ArgumentError(
             f"{given} takes float16 and bfloat16, and this model computes in {dtype}; or use {alternatives}"
