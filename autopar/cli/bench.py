@@ -409,10 +409,19 @@ def bench_sensitivity(
 
 
 @app.command("published")
-def bench_published(as_json: Json = False) -> None:
-    """Count and price GPT of the Alpa paper beside what was published."""
-    from autopar.bench.references import published
+def bench_published(
+    steps: Annotated[
+        str | None, typer.Option(help="steps with fused attention, such as llama3.1-8b,maxtext-32b, or all")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Count and price GPT of the Alpa paper, or steps with fused attention, beside what was published."""
+    from autopar.bench.references import fused, published
 
+    if steps is not None:
+        rows = fused.run(() if steps == "all" else words(steps, ()), say)
+        report(as_json, {"rows": rows}, lambda: fused.table(rows))
+        return
     result = published.run()
     report(as_json, result, lambda: published.table(result))
 

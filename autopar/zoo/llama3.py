@@ -42,7 +42,7 @@ from autopar.zoo.model import (
 class Config:
     """Dimensions: `layers` of `width` (D), `heads` (H), `kv_heads` (G), `hidden` (F); `vocab`, `seq`, `batch`.
 
-    A head has `head_dim` elements (K), by default D / H.
+    A head has `head_dim` elements (K), by default D / H. A feed-forward layer that is not `gated` has no W3.
     """
 
     layers: int
@@ -60,6 +60,7 @@ class Config:
     master: bool = False
     attention: str = "naive"
     head_dim: int | None = None
+    gated: bool = True
 
     @property
     def head(self) -> int:
@@ -104,7 +105,7 @@ def build(name: str, config: Config) -> Model:
 
 def _block_params(config: Config) -> Tree:
     width, head = config.width, config.head
-    return {
+    params = {
         "norm1": Param((width,), mean=1.0),
         "wq": Param((width, config.heads, head), 0.02),
         "wk": Param((width, config.kv_heads, head), 0.02),
@@ -115,6 +116,7 @@ def _block_params(config: Config) -> Tree:
         "w3": Param((width, config.hidden), 0.02),
         "w2": Param((config.hidden, width), 0.02),
     }
+    return params if config.gated else {name: param for name, param in params.items() if name != "w3"}
 
 
 def _params(config: Config) -> Tree:
@@ -180,15 +182,16 @@ def _block(
     attend = partial(_attention, config) if kernel is None else partial(_fused_attention, kernel)
     x = x + attend(params, nn.rms_norm(x, params["norm1"]), *tables)
     h = nn.rms_norm(x, params["norm2"])
-    gated = lax.mul(nn.silu(nn.project(h, params["w1"])), nn.project(h, params["w3"]))
-    return x + nn.project(gated, params["w2"])
+    hidden = nn.silu(nn.project(h, params["w1"]))
+    hidden = lax.mul(hidden, nn.project(h, params["w3"])) if config.gated else hidden
+    return x + nn.project(hidden, params["w2"])
 
 
 def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     dtype = config.precision.compute
     x = nn.lookup(params["embed"], batch["tokens"], dtype)
-    mask = (nn.causal_bias(config.seq, dtype),) if config.attention == "naive" else ()
-    tables = (*rope_tables(config.seq, config.head, dtype), *mask)
+    tables = rope_tables(config.seq, config.head, dtype)
+    tables = (*tables, nn.causal_bias(config.seq, dtype)) if config.attention == "naive" else tables
     body = gpt.with_kernel(partial(_block, config), config.attention, causal=True)
     x = repeat_blocks(body, params["blocks"], x, *tables, scan=config.scan, remat=config.remat)
     head = params["head"] if "head" in params else params["embed"].T
