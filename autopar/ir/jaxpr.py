@@ -41,6 +41,7 @@ class _Builder:
     types_of_avals: dict[Any, Type] = field(default_factory=dict)
     constants: list[tuple[int, Any]] = field(default_factory=list)
     arrays: dict[Atom, Any] = field(default_factory=dict)
+    estimates: dict[Any, jex.JaxprEqn] = field(default_factory=dict)
     count: int = 0
 
     def type_of(self, aval: Any) -> Type:
@@ -53,6 +54,15 @@ class _Builder:
     def value(self, aval: Any) -> int:
         self.types.append(self.type_of(aval))
         return len(self.types) - 1
+
+    def estimated(self, equation: jex.JaxprEqn, operands: Sequence[Atom]) -> jex.JaxprEqn:
+        """The call of a kernel with its FLOPs, which equal calls with the same constants share."""
+        arrays = [self.arrays.get(a) for a in operands]
+        key = (self.signature(equation, operands), *map(id, arrays))
+        first = self.estimates.get(key)
+        if first is None:
+            first = self.estimates[key] = with_estimate(equation, arrays)
+        return equation.replace(params={**equation.params, "cost_estimate": first.params["cost_estimate"]})
 
     def signature(self, equation: jex.JaxprEqn, operands: Sequence[Atom]) -> int:
         types = tuple((self.types[a] if isinstance(a, int) else a.type) for a in operands)
@@ -200,7 +210,7 @@ def _pending_op(
     index = b.count
     b.count += 1
     if equation.primitive.name == "pallas_call":
-        equation = with_estimate(equation, [b.arrays.get(a) for a in operands])
+        equation = b.estimated(equation, operands)
     regions, trips = _regions(b, equation, operands, stack, (*callers, equation.source_info))
     outputs = tuple([b.value(v.aval) for v in equation.outvars])
     env.update(zip(equation.outvars, outputs, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial
 from typing import Any
 
@@ -125,6 +126,19 @@ def test_an_attention_that_the_model_cannot_have_is_refused_with_the_others(
     with pytest.raises(ArgumentError) as caught:
         zoo.build(target, **options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_scores"), [("naive", True), ("dot_product", True), ("cudnn", False), ("splash", False)]
+)
+def test_fused_attention_has_no_scores_in_memory_and_keeps_a_number_per_query(name: str, has_scores: bool) -> None:
+    model = zoo.build("gpt-125m", attention=name, layers=1, batch=3)
+    graph = trace(model.step, *model.abstract_args()).graph
+    shapes = [type_.shape for type_ in graph.types]
+    assert any(shape[-2:] == (1024, 1024) and len(shape) > 2 for shape in shapes) == has_scores
+    if not has_scores:
+        (statistic,) = {shape for shape in shapes if shape in ((3, 12, 1024), (3, 12, 1, 1024))}
+        assert math.prod(statistic) == 3 * 12 * 1024
 
 
 def test_the_kernels_of_grouped_queries_get_the_heads_of_keys_once() -> None:
