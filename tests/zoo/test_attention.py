@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 import autopar
 from autopar import zoo
 from autopar.bench.equal.case import dear
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, TraceError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
@@ -139,6 +139,12 @@ def test_fused_attention_has_no_scores_in_memory_and_keeps_a_number_per_query(na
     if not has_scores:
         (statistic,) = {shape for shape in shapes if shape in ((3, 12, 1024), (3, 12, 1, 1024))}
         assert math.prod(statistic) == 3 * 12 * 1024
+
+
+def test_splash_attention_is_not_planned_for_gpus() -> None:
+    with pytest.raises(TraceError, match=r"uses a Pallas kernel for TPUs at .*, and 'dgx-h100' has H100") as caught:
+        planned("llama3-8b", "splash", "dgx-h100")
+    assert 'cluster="tpu-v5p"' in str(caught.value)
 
 
 def test_the_kernels_of_grouped_queries_get_the_heads_of_keys_once() -> None:
