@@ -10,14 +10,12 @@ casts its weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-
-from autopar.zoo.attention import Kernel
 
 
 def project(x: jax.Array, weight: jax.Array, dims: int = 1) -> jax.Array:
@@ -130,7 +128,7 @@ def multi_head(
     bias: jax.Array | None = None,
     *,
     scaled: bool = True,
-    kernel: Kernel | None = None,
+    kernel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Attention with queries from x [B,S,D], keys and values from source [B,T,E] -> [B,S,D].
 
