@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -44,26 +44,31 @@ def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool)
     batch, seq, heads, width = query.shape
     groups = key.shape[2]
     with jax.ensure_compile_time_eval():  # which blocks the mask leaves out is known when the step is traced
-        kernel = _splash_kernel(heads // groups, seq, key.shape[1], causal=causal)
+        kernel = splash_kernel(heads // groups, seq, key.shape[1], causal=causal, block=BLOCK)
     scaled = lax.mul(query, lax.full_like(query, width**-0.5))
     grouped = scaled.reshape(batch, seq, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     mixed = jax.vmap(jax.vmap(kernel))(grouped, key.swapaxes(1, 2), value.swapaxes(1, 2))
     return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
-def _splash_kernel(heads: int, seq: int, keys: int, *, causal: bool) -> Any:
-    """For as many heads of queries as share one head of keys."""
-    # Pallas takes 0.2 s to import, which planning without it need not wait for.
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+@lru_cache(maxsize=64)
+def splash_kernel(heads: int, seq: int, keys: int, *, causal: bool, block: int, interpret: bool = False) -> Any:
+    """JAX's kernel for as many heads of queries as share one head of keys.
 
-    mask = splash_mask.CausalMask if causal else splash_mask.FullMask
-    rows, columns = math.gcd(seq, BLOCK), math.gcd(keys, BLOCK)
-    blocks = splash_kernel.BlockSizes(
+    Equal calls share it, so that a step which is traced again has the same constants.
+    """
+    # Pallas takes 0.2 s to import, which planning without it need not wait for.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    mask = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
+    rows, columns = math.gcd(seq, block), math.gcd(keys, block)
+    blocks = splash_attention_kernel.BlockSizes(
         *(rows, columns, columns), *(rows, columns, columns), block_q_dq=rows, block_kv_dq=columns
     )
-    masks = splash_mask.MultiHeadMask([mask((seq, keys)) for _ in range(heads)])
-    return splash_kernel.make_splash_mqa(masks, block_sizes=blocks, head_shards=1, q_seq_shards=1)
+    masks = splash_attention_mask.MultiHeadMask([mask((seq, keys)) for _ in range(heads)])
+    return splash_attention_kernel.make_splash_mqa(
+        masks, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=interpret
+    )
 
 
 #: Name -> the kernel, with `causal` as a keyword.

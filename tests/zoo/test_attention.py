@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 import autopar
 from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, TraceError
 from autopar.hardware.cluster import Cluster
+from autopar.ir.graph import graph_hash
 from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
 from autopar.plans.plan import Plan
@@ -58,8 +58,7 @@ def test_dot_product_attention_of_jax_equals_naive_attention(target: str) -> Non
 
 
 def test_splash_attention_of_grouped_queries_equals_naive_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted = partial(splash_attention_kernel.make_splash_mqa, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa", interpreted)
+    monkeypatch.setattr(attention, "splash_kernel", partial(attention.splash_kernel, interpret=True))
     assert_equal_when_cut("llama3-toy", "splash", seq=128)
 
 
@@ -69,8 +68,7 @@ def test_splash_attention_sees_the_keys_that_naive_attention_sees(
     causal: bool, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks of queries and keys, so that whole blocks are left out."""
-    interpreted = partial(splash_attention_kernel.make_splash_mqa, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa", interpreted)
+    monkeypatch.setattr(attention, "splash_kernel", partial(attention.splash_kernel, interpret=True))
     monkeypatch.setattr(attention, "BLOCK", 128)
     query, key, value = (jax.random.normal(jax.random.key(i), (2, 256, n, 8)) for i, n in enumerate((4, heads, heads)))
     ours, theirs = (attention.kernel_of(name, causal=causal) for name in ("splash", "dot_product"))
@@ -139,6 +137,14 @@ def test_fused_attention_has_no_scores_in_memory_and_keeps_a_number_per_query(na
     if not has_scores:
         (statistic,) = {shape for shape in shapes if shape in ((3, 12, 1024), (3, 12, 1, 1024))}
         assert math.prod(statistic) == 3 * 12 * 1024
+
+
+@pytest.mark.parametrize("name", ["naive", "dot_product", "cudnn", "splash"])
+def test_a_step_that_is_traced_again_is_the_same_program(name: str) -> None:
+    """Saved plans and `autopar.verify` compare hashes of programs."""
+    model = zoo.build("llama3-8b", attention=name, layers=2, batch=3, seq=1024)
+    first, again = (graph_hash(trace(model.step, *model.abstract_args()).graph) for _ in range(2))
+    assert first == again
 
 
 def test_splash_attention_is_not_planned_for_gpus() -> None:
