@@ -17,6 +17,7 @@ import typer
 from autopar.cli import bench, questions
 from autopar.cli.launch import launch
 from autopar.cli.options import (
+    Attention,
     Batch,
     Gap,
     Json,
@@ -109,11 +110,18 @@ def plan(
 
 
 @app.command()
-def rules(target: Target, layers: Layers = None, batch: Batch = None, seq: Seq = None, as_json: Json = False) -> None:
+def rules(
+    target: Target,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    attention: Attention = None,
+    as_json: Json = False,
+) -> None:
     """List each distinct operation of TARGET: how often it occurs, name, operands, rule, and whose rule it is."""
     from autopar.zoo import targets
 
-    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
+    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq, attention=attention)
     for row in _rules(fn, args):
         if as_json:
             show(row)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from autopar.cli.options import (
+    Attention,
     Batch,
     ClusterName,
     CorpusModule,
@@ -48,6 +49,7 @@ def bench_plan(
     layers: Layers = None,
     batch: Batch = None,
     seq: Seq = None,
+    attention: Attention = None,
     solver: Solver = "auto",
     memory_budget: MemoryBudget = None,
     remat: Remat = "auto",
@@ -63,7 +65,8 @@ def bench_plan(
     mesh_sizes = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
     spec = {
         "model": model, "mesh": mesh_sizes, "cluster": cluster, "hosts": hosts,
-        "layers": layers, "batch": batch, "seq": seq, "solver": solver, "memory_budget": memory_budget,
+        "layers": layers, "batch": batch, "seq": seq, "attention": attention,
+        "solver": solver, "memory_budget": memory_budget,
         "remat": remat, "offload": offload, "per_microbatch": words(per_microbatch, ()),
         "from_cache": from_cache,
     }  # fmt: skip
@@ -406,10 +409,19 @@ def bench_sensitivity(
 
 
 @app.command("published")
-def bench_published(as_json: Json = False) -> None:
-    """Count and price GPT of the Alpa paper beside what was published."""
-    from autopar.bench.references import published
+def bench_published(
+    steps: Annotated[
+        str | None, typer.Option(help="steps with fused attention, such as llama3.1-8b,maxtext-32b, or all")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Count and price GPT of the Alpa paper, or steps with fused attention, beside what was published."""
+    from autopar.bench.references import fused, published
 
+    if steps is not None:
+        rows = fused.run(() if steps == "all" else words(steps, ()), say)
+        report(as_json, {"rows": rows}, lambda: fused.table(rows))
+        return
     result = published.run()
     report(as_json, result, lambda: published.table(result))
 

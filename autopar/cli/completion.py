@@ -30,6 +30,13 @@ def clusters(incomplete: str) -> list[str]:
     return [*_beginning(Cluster.presets(), incomplete), *_files(incomplete, (".toml",))]
 
 
+def attentions(incomplete: str) -> list[str]:
+    """Names of the attention of a zoo model."""
+    from autopar.zoo.attention import NAMES
+
+    return _beginning(NAMES, incomplete)
+
+
 def strategies(incomplete: str) -> list[str]:
     """Strategies, each with the colon before its axis."""
     from autopar.passes.strategies import STRATEGIES

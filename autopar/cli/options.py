@@ -34,6 +34,13 @@ MeshSizes = Annotated[
 Layers = Annotated[int | None, typer.Option(help="layers of the model")]
 Batch = Annotated[int | None, typer.Option(help="global batch")]
 Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        help="of gpt, llama3, moe and vit: naive, dot_product, cudnn or splash; default: naive",
+        autocompletion=completion.attentions,
+    ),
+]
 Dtype = Annotated[str | None, typer.Option(help="dtype of parameters and computation, such as bfloat16")]
 Solver = Annotated[str, typer.Option(help="auto, cbc or highs", autocompletion=completion.values("solver"))]
 Gap = Annotated[

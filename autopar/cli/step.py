@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from autopar.cli.options import (
+    Attention,
     Batch,
     ClusterName,
     Hosts,
@@ -57,6 +58,7 @@ class Step:
     layers: Layers = None
     batch: Batch = None
     seq: Seq = None
+    attention: Attention = None
     memory_budget: MemoryBudget = None
     remat: Remat = "auto"
     num_microbatches: Microbatches = None
@@ -93,7 +95,7 @@ class Step:
         from autopar.zoo import targets
 
         self._check_has_step()
-        return targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq)
+        return targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq, attention=self.attention)
 
     def devices(self, default: int) -> int:
         """The number of devices of the mesh that is asked for, or that a saved plan has; or of the cluster."""

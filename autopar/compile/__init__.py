@@ -26,7 +26,7 @@ from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
 from autopar.cost_models.compiler.backends import backend_of
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, TraceError
 from autopar.explain.origin import StepOrigin
 from autopar.ir.graph import Graph
 from autopar.ir.graph import verify as verify_graph
@@ -64,6 +64,8 @@ def plan_step(
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
         _check_attention(name_of(fn), traced.graph, s, local)
+        if not local:
+            _check_tpu_kernels(name_of(fn), traced.graph, s)
         call = Call(fn, traced, args, local, time.perf_counter() - begin, report, jax_compat.trace_context())
         step = _with_origin(call, s)
         if local:
@@ -144,6 +146,19 @@ def _check_attention(name: str, graph: Graph, s: Settings, local: bool) -> None:
     widest = max(graph.type_of(a).shape[-1] for a in op.inputs[:3])
     if widest > most:
         raise needs_gpu(name, op, f"on {device.name} for heads of at most {most} elements, not of {widest}")
+
+
+def _check_tpu_kernels(name: str, graph: Graph, s: Settings) -> None:
+    """TraceError for a Pallas kernel that is written for TPUs, in a plan for GPUs."""
+    if s.cluster is None or backend_of(s.cluster.device).name != "gpu":
+        return
+    op = next((op for op in graph.walk() if op.name == "pallas_call" and jax_compat.is_tpu_kernel(op.params)), None)
+    if op is not None:
+        raise TraceError(
+            f"{name} uses a Pallas kernel for TPUs{f' at {op.source}' * bool(op.source)}, and '{s.cluster.name}' has "
+            f'{s.cluster.device.name}. Plan for TPUs, as with cluster="tpu-v5p", or use another kernel, such as '
+            'jax.nn.dot_product_attention(..., implementation="cudnn")'
+        )
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type
+from autopar.ir.kernel_work import with_estimate
 
 #: Primitives whose results are their operands once a program is differentiated. As operations they would give one value
 #: two names, and the value would be moved twice. `device_put` is one where it names no sharding: a compiled program has
@@ -39,6 +40,8 @@ class _Builder:
     signatures: dict[Any, int] = field(default_factory=dict)
     types_of_avals: dict[Any, Type] = field(default_factory=dict)
     constants: list[tuple[int, Any]] = field(default_factory=list)
+    arrays: dict[Atom, Any] = field(default_factory=dict)
+    estimates: dict[Any, jex.JaxprEqn] = field(default_factory=dict)
     count: int = 0
 
     def type_of(self, aval: Any) -> Type:
@@ -51,6 +54,15 @@ class _Builder:
     def value(self, aval: Any) -> int:
         self.types.append(self.type_of(aval))
         return len(self.types) - 1
+
+    def estimated(self, equation: jex.JaxprEqn, operands: Sequence[Atom]) -> jex.JaxprEqn:
+        """The call of a kernel with its FLOPs, which equal calls with the same constants share."""
+        arrays = [self.arrays.get(a) for a in operands]
+        key = (self.signature(equation, operands), *map(id, arrays))
+        first = self.estimates.get(key)
+        if first is None:
+            first = self.estimates[key] = with_estimate(equation, arrays)
+        return equation.replace(params={**equation.params, "cost_estimate": first.params["cost_estimate"]})
 
     def signature(self, equation: jex.JaxprEqn, operands: Sequence[Atom]) -> int:
         types = tuple((self.types[a] if isinstance(a, int) else a.type) for a in operands)
@@ -115,6 +127,7 @@ def _constants(b: _Builder, jaxpr: jex.ClosedJaxpr, env: dict[Any, Atom]) -> tup
     for var, array in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
         value = b.value(var.aval)
         env[var] = value
+        b.arrays[value] = array
         constants.append((value, array))
     return tuple(constants)
 
@@ -196,7 +209,9 @@ def _pending_op(
 ) -> _PendingOp:
     index = b.count
     b.count += 1
-    regions, trips = _regions(b, equation, stack, (*callers, equation.source_info))
+    if equation.primitive.name == "pallas_call":
+        equation = b.estimated(equation, operands)
+    regions, trips = _regions(b, equation, operands, stack, (*callers, equation.source_info))
     outputs = tuple([b.value(v.aval) for v in equation.outvars])
     env.update(zip(equation.outvars, outputs, strict=True))
     signature = b.signature(equation, operands)
@@ -215,11 +230,14 @@ def _at(source: str) -> str:
     return f" at {source}" if source else ""
 
 
-def _regions(b: _Builder, equation: jex.JaxprEqn, stack: Any, callers: _Callers) -> tuple[tuple[Any, ...], int | None]:
+def _regions(
+    b: _Builder, equation: jex.JaxprEqn, operands: Sequence[Atom], stack: Any, callers: _Callers
+) -> tuple[tuple[Any, ...], int | None]:
     """The bodies of a higher-order equation that autopar understands, and how often they run."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return (_region(b, "body", params["jaxpr"], stack, callers),), params["length"]
+        constants = operands[: jax_compat.scan_counts(params)[0]]
+        return (_region(b, "body", params["jaxpr"], stack, callers, constants),), params["length"]
     if name == "while":
         return (
             _region(b, "cond", params["cond_jaxpr"], stack, callers),
@@ -228,12 +246,16 @@ def _regions(b: _Builder, equation: jex.JaxprEqn, stack: Any, callers: _Callers)
     if name == "cond":
         return tuple(_region(b, f"branch{i}", branch, stack, callers) for i, branch in enumerate(params["branches"])), 1
     if name == jax_compat.REMAT:
-        return (_region(b, "body", jax_compat.close(params["jaxpr"]), stack, callers),), 1
+        return (_region(b, "body", jax_compat.close(params["jaxpr"]), stack, callers, operands),), 1
     return (), 1
 
 
-def _region(b: _Builder, name: str, jaxpr: jex.ClosedJaxpr, stack: Any, callers: _Callers) -> Any:
+def _region(
+    b: _Builder, name: str, jaxpr: jex.ClosedJaxpr, stack: Any, callers: _Callers, operands: Sequence[Atom] = ()
+) -> Any:
+    """A body; `operands`: what its first inputs are, the same whenever it runs."""
     inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
+    b.arrays.update({v: b.arrays[a] for v, a in zip(inputs, operands, strict=False) if a in b.arrays})
     env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
     constants = _constants(b, jaxpr, env)
     pending_ops: list[_PendingOp] = []

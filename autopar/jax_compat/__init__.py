@@ -287,6 +287,11 @@ def kernel_effects(jaxpr: Any) -> tuple[frozenset[int], tuple[str, ...]]:
     return positions, tuple(sorted(names - {"DebugEffect"}))
 
 
+def is_tpu_kernel(params: Mapping[str, Any]) -> bool:
+    """Whether a `pallas_call` has parameters of the compiler for TPUs. Tried on 0.10.2 and 0.12.0."""
+    return type(params["compiler_params"]).__module__.startswith("jax._src.pallas.mosaic.") and not params["interpret"]
+
+
 def is_tracer(value: Any) -> bool:
     """True for a value of a function that is being traced. Tried on 0.10.2 and 0.12.0."""
     return isinstance(value, jax_core.Tracer)

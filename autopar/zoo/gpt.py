@@ -20,6 +20,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from autopar.zoo import attention as attentions
 from autopar.zoo import nn
 from autopar.zoo.model import (
     HALF,
@@ -53,6 +54,7 @@ class Config:
     precision: Precision = HALF
     scan: bool = False
     remat: bool = False
+    attention: str = "naive"
     tied: bool = False
     master: bool = False
 
@@ -93,6 +95,9 @@ EMBEDDING_TABLE = {"embed": PartitionSpec("model", None), "head": PartitionSpec(
 
 def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"tokens", "labels"}, both int32[batch, seq]."""
+    attentions.check(
+        name, config.attention, head=config.width // config.heads, seq=config.seq, dtype=config.precision.compute
+    )
     make_step, dtype = trainable, config.precision.params
     if config.master:
         make_step, dtype = trainable_with_master, config.precision.compute
@@ -158,10 +163,16 @@ def block_spec(width: int, heads: int) -> dict[str, Param]:
     return {**attention_spec(width, heads), **feed_forward_spec(width, 4 * width)}
 
 
-def attention(params: Tree, x: jax.Array, bias: jax.Array | None, source: jax.Array | None = None) -> jax.Array:
+def attention(
+    params: Tree,
+    x: jax.Array,
+    bias: jax.Array | None,
+    source: jax.Array | None = None,
+    kernel: attentions.Kernel | None = None,
+) -> jax.Array:
     """x [B,S,D] plus attention of its norm: to itself, or to a source [B,T,D]."""
     h = nn.layer_norm(x, params["ln1_scale"], params["ln1_bias"])
-    return x + nn.multi_head(params, h, h if source is None else source, bias)
+    return x + nn.multi_head(params, h, h if source is None else source, bias, kernel=kernel)
 
 
 def feed_forward(params: Tree, x: jax.Array, activation: Activation = nn.gelu) -> jax.Array:
@@ -170,9 +181,25 @@ def feed_forward(params: Tree, x: jax.Array, activation: Activation = nn.gelu) -
     return x + nn.affine(activation(nn.affine(h, params["w1"], params["b1"])), params["w2"], params["b2"])
 
 
-def block(params: Tree, x: jax.Array, bias: jax.Array | None = None, *, activation: Activation = nn.gelu) -> jax.Array:
-    """One transformer block on x [B,S,D]; `bias` is the mask, as `nn.attend` takes it, None attends to everything."""
-    return feed_forward(params, attention(params, x, bias), activation)
+def block(
+    params: Tree,
+    x: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation = nn.gelu,
+    kernel: attentions.Kernel | None = None,
+) -> jax.Array:
+    """One transformer block on x [B,S,D].
+
+    `bias` is the mask, as `nn.attend` takes it, and None attends to everything; a kernel has a mask of its own.
+    """
+    return feed_forward(params, attention(params, x, bias, kernel=kernel), activation)
+
+
+def with_kernel(block: Callable[..., Tree], name: str, *, causal: bool) -> Callable[..., Tree]:
+    """The block with the kernel of that name, as its argument `kernel`; with "naive" the block itself."""
+    kernel = attentions.kernel_of(name, causal=causal)
+    return block if kernel is None else partial(block, kernel=kernel)
 
 
 def embed(params: Tree, tokens: jax.Array, dtype: str) -> jax.Array:
@@ -190,6 +217,7 @@ def next_token_loss(params: Tree, x: jax.Array, labels: jax.Array) -> jax.Array:
 def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     dtype = config.precision.compute
     x = embed(params, batch["tokens"], dtype)
-    mask = nn.causal_bias(config.seq, dtype)
-    x = repeat_blocks(block, params["blocks"], x, mask, scan=config.scan, remat=config.remat)
+    mask = nn.causal_bias(config.seq, dtype) if config.attention == "naive" else None
+    body = with_kernel(block, config.attention, causal=True)
+    x = repeat_blocks(body, params["blocks"], x, mask, scan=config.scan, remat=config.remat)
     return next_token_loss(params, x, batch["labels"])

@@ -19,7 +19,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from autopar.zoo import nn
+from autopar.zoo import attention as attentions
+from autopar.zoo import gpt, nn
 from autopar.zoo.model import (
     MIXED,
     SINGLE,
@@ -32,13 +33,17 @@ from autopar.zoo.model import (
     repeat_blocks,
     token_batch,
     trainable,
+    trainable_with_master,
     with_layer_axis,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Dimensions: `layers` of `width` (D), `heads` (H), `kv_heads` (G), `hidden` (F); `vocab`, `seq`, `batch`."""
+    """Dimensions: `layers` of `width` (D), `heads` (H), `kv_heads` (G), `hidden` (F); `vocab`, `seq`, `batch`.
+
+    A head has `head_dim` elements (K), by default D / H. A feed-forward layer that is not `gated` has no W3.
+    """
 
     layers: int
     width: int
@@ -51,6 +56,16 @@ class Config:
     precision: Precision = MIXED
     scan: bool = False
     remat: bool = False
+    tied: bool = False
+    master: bool = False
+    attention: str = "naive"
+    head_dim: int | None = None
+    gated: bool = True
+
+    @property
+    def head(self) -> int:
+        """Width of a head (K)."""
+        return self.head_dim or self.width // self.heads
 
 
 SIZES: Mapping[str, Config] = MappingProxyType(
@@ -77,7 +92,11 @@ EMBEDDING_TABLE = {"embed": PartitionSpec("model", None), "head": PartitionSpec(
 
 def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"tokens", "labels"}, both int32[batch, seq]."""
-    init, step = trainable(_params(config), partial(_loss, config), optax.adamw(3e-4), config.precision.params)
+    attentions.check(name, config.attention, head=config.head, seq=config.seq, dtype=config.precision.compute)
+    make_step, dtype = trainable, config.precision.params
+    if config.master:
+        make_step, dtype = trainable_with_master, config.precision.compute
+    init, step = make_step(_params(config), partial(_loss, config), optax.adamw(3e-4), dtype)
     names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
     table = with_layer_axis({**BLOCK_TABLE, **EMBEDDING_TABLE}, names)
     notes = "Dimensions: The Llama 3 Herd of Models (Dubey et al., 2024), table 3; batch and sequence are ours."
@@ -85,8 +104,8 @@ def build(name: str, config: Config) -> Model:
 
 
 def _block_params(config: Config) -> Tree:
-    width, head = config.width, config.width // config.heads
-    return {
+    width, head = config.width, config.head
+    params = {
         "norm1": Param((width,), mean=1.0),
         "wq": Param((width, config.heads, head), 0.02),
         "wk": Param((width, config.kv_heads, head), 0.02),
@@ -97,16 +116,17 @@ def _block_params(config: Config) -> Tree:
         "w3": Param((width, config.hidden), 0.02),
         "w2": Param((config.hidden, width), 0.02),
     }
+    return params if config.gated else {name: param for name, param in params.items() if name != "w3"}
 
 
 def _params(config: Config) -> Tree:
     width = config.width
-    return {
+    params = {
         "embed": Param((config.vocab, width), 0.02),
         "blocks": block_params(_block_params(config), config.layers, scan=config.scan),
         "norm": Param((width,), mean=1.0),
-        "head": Param((width, config.vocab), 0.02),
     }
+    return params if config.tied else {**params, "head": Param((width, config.vocab), 0.02)}
 
 
 def rope_tables(seq: int, head: int, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -136,7 +156,7 @@ def _attention(
     config: Config, params: Tree, h: jax.Array, cos: jax.Array, sin: jax.Array, bias: jax.Array
 ) -> jax.Array:
     """Grouped-query attention of h [B,S,D]; scores are [B,G,S,R,T]."""
-    groups, head = config.kv_heads, config.width // config.heads
+    groups, head = config.kv_heads, config.head
     shared = config.heads // groups
     query = nn.project(h, lax.reshape(params["wq"], (config.width, groups, shared, head)))
     key, value = nn.project(h, params["wk"]), nn.project(h, params["wv"])
@@ -148,17 +168,31 @@ def _attention(
     return lax.dot_general(mixed, merge, (((1, 3, 4), (0, 1, 2)), ((), ())))
 
 
-def _block(config: Config, params: Tree, x: jax.Array, *tables: jax.Array) -> jax.Array:
-    x = x + _attention(config, params, nn.rms_norm(x, params["norm1"]), *tables)
+def _fused_attention(
+    kernel: attentions.Kernel, params: Tree, h: jax.Array, cos: jax.Array, sin: jax.Array
+) -> jax.Array:
+    """The same by a kernel, which takes grouped heads and has a scale and a mask of its own."""
+    query, key, value = (nn.project(h, params[name]) for name in ("wq", "wk", "wv"))
+    return nn.project(kernel(rotate(query, cos, sin), rotate(key, cos, sin), value), params["wo"], 2)
+
+
+def _block(
+    config: Config, params: Tree, x: jax.Array, *tables: jax.Array, kernel: attentions.Kernel | None = None
+) -> jax.Array:
+    attend = partial(_attention, config) if kernel is None else partial(_fused_attention, kernel)
+    x = x + attend(params, nn.rms_norm(x, params["norm1"]), *tables)
     h = nn.rms_norm(x, params["norm2"])
-    gated = lax.mul(nn.silu(nn.project(h, params["w1"])), nn.project(h, params["w3"]))
-    return x + nn.project(gated, params["w2"])
+    hidden = nn.silu(nn.project(h, params["w1"]))
+    hidden = lax.mul(hidden, nn.project(h, params["w3"])) if config.gated else hidden
+    return x + nn.project(hidden, params["w2"])
 
 
 def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     dtype = config.precision.compute
     x = nn.lookup(params["embed"], batch["tokens"], dtype)
-    tables = (*rope_tables(config.seq, config.width // config.heads, dtype), nn.causal_bias(config.seq, dtype))
-    body = partial(_block, config)
+    tables = rope_tables(config.seq, config.head, dtype)
+    tables = (*tables, nn.causal_bias(config.seq, dtype)) if config.attention == "naive" else tables
+    body = gpt.with_kernel(partial(_block, config), config.attention, causal=True)
     x = repeat_blocks(body, params["blocks"], x, *tables, scan=config.scan, remat=config.remat)
-    return nn.cross_entropy(nn.project(nn.rms_norm(x, params["norm"]), params["head"]), batch["labels"])
+    head = params["head"] if "head" in params else params["embed"].T
+    return nn.cross_entropy(nn.project(nn.rms_norm(x, params["norm"]), head), batch["labels"])

@@ -25,6 +25,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError
+from autopar.zoo import attention as attentions
 from autopar.zoo import gpt, nn
 from autopar.zoo.model import (
     HALF,
@@ -61,6 +62,7 @@ class Config:
     precision: Precision = HALF
     scan: bool = False
     remat: bool = False
+    attention: str = "naive"
     tied: bool = False
     adafactor: bool = False
 
@@ -93,6 +95,9 @@ def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"tokens", "labels"}, both int32[batch, seq]."""
     if config.layers % 2:
         raise ArgumentError(f"layers={config.layers} of {name!r} must be even: routed and plain layers alternate")
+    attentions.check(
+        name, config.attention, head=config.width // config.heads, seq=config.seq, dtype=config.precision.compute
+    )
     optimizer = optax.adafactor(1e-2) if config.adafactor else optax.adamw(3e-4)
     init, step = trainable(_params(config), partial(_loss, config), optimizer, config.precision.params)
     names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
@@ -160,18 +165,24 @@ def _moe(config: Config, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Arr
     return x + mixed.reshape(x.shape), balance(gates)
 
 
-def _pair(config: Config, params: Tree, carry: tuple[jax.Array, jax.Array], bias: jax.Array) -> Tree:
+def _pair(
+    config: Config,
+    params: Tree,
+    carry: tuple[jax.Array, jax.Array],
+    bias: jax.Array | None,
+    kernel: attentions.Kernel | None = None,
+) -> Tree:
     x, total = carry
-    x, extra = _moe(config, params["routed"], gpt.attention(params["routed"], x, bias))
-    return gpt.block(params["plain"], x, bias), total + extra.astype(total.dtype)
+    x, extra = _moe(config, params["routed"], gpt.attention(params["routed"], x, bias, kernel=kernel))
+    return gpt.block(params["plain"], x, bias, kernel=kernel), total + extra.astype(total.dtype)
 
 
 def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     dtype = config.precision.compute
     x = gpt.embed(params, batch["tokens"], dtype)
     carry = (x, jnp.zeros((), config.precision.params))
-    mask = nn.causal_bias(config.seq, dtype)
-    body = partial(_pair, config)
+    mask = nn.causal_bias(config.seq, dtype) if config.attention == "naive" else None
+    body = gpt.with_kernel(partial(_pair, config), config.attention, causal=True)
     x, extra = repeat_blocks(body, params["blocks"], carry, mask, scan=config.scan, remat=config.remat)
     pairs = config.layers // 2
     return gpt.next_token_loss(params, x, batch["labels"]) + BALANCE_WEIGHT / pairs * extra

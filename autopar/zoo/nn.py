@@ -10,7 +10,7 @@ casts its weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -128,15 +128,19 @@ def multi_head(
     bias: jax.Array | None = None,
     *,
     scaled: bool = True,
+    kernel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Attention with queries from x [B,S,D], keys and values from source [B,T,E] -> [B,S,D].
 
     Weights are wq [D,H,K], wk and wv [E,H,K] and wo [H,K,D]. Each of bq, bk, bv and bo is added where it is there. The
-    bias and the scale are those of `attend`.
+    bias and the scale are those of `attend`. A kernel replaces `attend`, and has its own scale and mask.
     """
     query, value = (_heads(params, name, inputs) for name, inputs in (("q", x), ("v", source)))
     key = _heads(params, "k", source)
-    mixed = merge_heads(attend(query, key, value, bias, scaled=scaled), params["wo"])
+    if kernel is None:
+        mixed = merge_heads(attend(query, key, value, bias, scaled=scaled), params["wo"])
+    else:
+        mixed = project(kernel(query, key, value), params["wo"], 2)
     return add_bias(mixed, params["bo"]) if "bo" in params else mixed
 
 

@@ -107,6 +107,7 @@ def build(
     batch: int | None = None,
     seq: int | None = None,
     dtype: str | None = None,
+    attention: str | None = None,
 ) -> Model:
     """The model named by `target`, with some of its dimensions replaced.
 
@@ -117,16 +118,17 @@ def build(
         layers: number of blocks.
         batch: global batch, in sequences, images or rows.
         seq: tokens per sequence.
+        attention: "naive", "dot_product", "cudnn" or "splash" -> `autopar.zoo.attention`.
         dtype: the floating dtype of parameters, optimizer state and computation alike, such as "float64".
 
     Raises:
         ArgumentError: an unknown target, a suffix or keyword the family has no use for, a dtype that is not floating,
-            a size below 1, or a library that is not installed.
+            a size below 1, an attention that does not take the model's sizes, or a library that is not installed.
     """
     base, suffixes = _split(target)
     family, size = _find(target, base)
     config = FAMILIES[family].sizes[size]
-    sizes = {"layers": layers, "batch": batch, "seq": seq}
+    sizes = {"layers": layers, "batch": batch, "seq": seq, "attention": attention}
     changes: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
     changes |= dict.fromkeys(suffixes, True)
     if "scan" in suffixes and size == "toy" and layers is None:
@@ -167,7 +169,7 @@ def _replace(target: str, config: Any, changes: Mapping[str, Any]) -> Any:
     fields = {field.name for field in dataclasses.fields(config)}
     wrong = [key for key in changes if key not in fields]
     if wrong:
-        usable = [key for key in ("layers", "batch", "seq", "precision", *SUFFIXES) if key in fields]
+        usable = [key for key in ("layers", "batch", "seq", "precision", "attention", *SUFFIXES) if key in fields]
         raise ArgumentError(f"{target!r} takes no {wrong[0]!r}; it takes: {', '.join(usable)}")
     for key, value in changes.items():
         if isinstance(value, int) and value < 1:

@@ -32,21 +32,22 @@ def load(
     layers: int | None = None,
     batch: int | None = None,
     seq: int | None = None,
+    attention: str | None = None,
 ) -> Loaded:
     """(step, arguments); the arguments of a zoo model are ShapeDtypeStructs.
 
     Raises:
         ArgumentError: an unknown name, a file or function that is not there, fails or returns something else, or sizes
-            for a file.
+            or an attention for a file.
     """
     file, colon, name = target.rpartition(":")
     if target.endswith(".py"):
         raise ArgumentError(f"{target}: give a function too, such as {target}:{_functions(Path(target))}")
     if not colon:
-        model = zoo.build(target, layers=layers, batch=batch, seq=seq)
+        model = zoo.build(target, layers=layers, batch=batch, seq=seq, attention=attention)
         return model.step, model.abstract_args()
-    if (layers, batch, seq) != (None, None, None):
-        raise ArgumentError(f"layers, batch and seq change zoo models only, not {target!r}")
+    if any(given is not None for given in (layers, batch, seq, attention)):
+        raise ArgumentError(f"layers, batch, seq and attention change zoo models only, not {target!r}")
     return _from_file(Path(file), name)
 
 

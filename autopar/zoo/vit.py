@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from autopar.zoo import attention as attentions
 from autopar.zoo import gpt, nn
 from autopar.zoo.model import (
     MIXED,
@@ -43,6 +44,7 @@ class Config:
     precision: Precision = MIXED
     scan: bool = False
     remat: bool = False
+    attention: str = "naive"
 
 
 SIZES: Mapping[str, Config] = MappingProxyType(
@@ -57,6 +59,8 @@ SIZES: Mapping[str, Config] = MappingProxyType(
 
 def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"images" [batch, image, image, 3], "labels" int32[batch]}."""
+    seq = (config.image // config.patch) ** 2
+    attentions.check(name, config.attention, head=config.width // config.heads, seq=seq, dtype=config.precision.compute)
     init, step = trainable(_params(config), partial(_loss, config), optax.adamw(3e-4), config.precision.params)
     names = frozenset(gpt.BLOCK_TABLE) if config.scan else frozenset[str]()
     table = with_layer_axis({**gpt.BLOCK_TABLE, "head": PartitionSpec(None, "model")}, names)
@@ -88,6 +92,7 @@ def patches(images: jax.Array, side: int) -> jax.Array:
 def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     tokens = patches(batch["images"].astype(config.precision.compute), config.patch)
     x = nn.add_bias(nn.project(tokens, params["patches"]), params["positions"])
-    x = repeat_blocks(gpt.block, params["blocks"], x, None, scan=config.scan, remat=config.remat)
+    body = gpt.with_kernel(gpt.block, config.attention, causal=False)
+    x = repeat_blocks(body, params["blocks"], x, None, scan=config.scan, remat=config.remat)
     pooled = jnp.mean(nn.layer_norm(x, params["ln_scale"], params["ln_bias"]), axis=1)
     return nn.cross_entropy(nn.project(pooled, params["head"]), batch["labels"])

@@ -99,6 +99,26 @@ def test_sizes_change_the_model(autopar):
     assert not [path for path in plan["input_paths"] if "blocks/1" in path]
 
 
+def test_attention_changes_the_kernel_of_the_model(autopar):
+    _, out, _ = autopar("rules", "gpt-125m", "--layers", 1, "--batch", 4, "--attention", "cudnn")
+    assert "dot_product_attention_fwd_wrapper(" in out
+    assert "dot_product_attention_bwd_wrapper(" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "attention", "message"),
+    [
+        ("gpt-125m", "flash", "attention='flash' of 'gpt-125m' is not known; use naive, dot_product, cudnn, splash"),
+        ("mlp-toy", "cudnn", "'mlp-toy' takes no 'attention'"),
+        ("train.py:example", "cudnn", "layers, batch, seq and attention change zoo models only"),
+    ],
+)
+def test_an_attention_that_a_target_has_not_is_one_line(autopar, target, attention, message):
+    status, out, err = autopar("plan", target, "--mesh", "2", "--attention", attention)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
 def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
     _, out, _ = autopar("plan", "mlp-toy", "--cluster", "dgx-h100", "--mesh", "4,8", "--json")
     assert json.loads(out)["mesh_sizes"] == [4, 8]

@@ -183,9 +183,9 @@ def test_layers_that_are_recomputed_are_told_as_ranges() -> None:
 
 
 V100 = Cluster.preset("p3.16xlarge", hosts=2)
-EXPERTS = {"params/*expert*": P("y"), "products at moe.py:157": P("y"), "products at moe.py:158": P("y")}
+EXPERTS = {"params/*expert*": P("y"), "products at moe.py:162": P("y"), "products at moe.py:163": P("y")}
 CHANNELS = {
-    "stage 0: products at nn.py:162": P("y"),
+    "stage 0: products at nn.py:166": P("y"),
     **{f"stage 1: params/stages/1/*/conv{n}": P(None, None, None, "y") for n in (1, 3)},
     "stage 1: params/stages/1/*/conv2": P(None, None, "y"),
     **dict.fromkeys(("params/stages/0/*", "params/stem"), P()),

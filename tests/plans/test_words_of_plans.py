@@ -224,8 +224,8 @@ CASES: Mapping[str, Case] = {
             pins={
                 "params/*expert*": P("x"),
                 "opt/*expert*": P("x"),
-                "products at moe.py:157": P("x"),
-                "products at moe.py:158": P("x"),
+                "products at moe.py:162": P("x"),
+                "products at moe.py:163": P("x"),
             }
             | data("x"),
         ),

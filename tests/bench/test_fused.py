@@ -1,0 +1,80 @@
+"""Published steps with fused attention: models and plans are entered as published, and pairs are compared in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autopar.bench.references import fused
+from autopar.errors import ArgumentError
+from autopar.plans.plan import Plan
+
+
+def row_of(name: str) -> fused.Published:
+    return next(row for row in fused.ROWS if row.name == name)
+
+
+@pytest.mark.parametrize("row", fused.ROWS, ids=lambda row: row.name)
+def test_models_have_the_parameters_of_their_names(row: fused.Published) -> None:
+    billions = float(row.name.split()[0].split("-")[1].removesuffix("b"))
+    assert fused.model_of(row).parameters() / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("row", fused.ROWS, ids=lambda row: row.name)
+def test_the_batch_divides_over_microbatches_and_devices(row: fused.Published) -> None:
+    replicas = [n for axis, n in row.axes.items() if axis in ("data", "fsdp")]
+    for parts in (row.microbatches, *replicas):
+        assert row.config.batch % parts == 0
+
+
+def small(name: str, **sizes: Any) -> Plan:
+    """The plan of a row at the size of a toy."""
+    row = row_of(name)
+    axes = dict(zip(row.axes, (2, 4), strict=True))
+    microbatches = min(row.microbatches, 2)
+    return fused.planned(replace(row, config=replace(row.config, **sizes), axes=axes, microbatches=microbatches))
+
+
+def specs_of(plan: Plan) -> dict[str, P]:
+    leaves = jax.tree.leaves(plan.in_specs(), is_leaf=lambda leaf: isinstance(leaf, P))
+    return dict(zip(plan.input_paths, leaves, strict=True))
+
+
+def test_the_plan_of_nemo_has_whole_parameters_and_cuts_examples_positions_and_state() -> None:
+    plan = small("llama3.1-8b 1x8", layers=2, width=256, heads=8, kv_heads=8, hidden=512, vocab=256, seq=64, batch=8)
+    specs = specs_of(plan)
+    assert specs["batch/tokens"] == P("data", "context")
+    params = {path: spec for path, spec in specs.items() if path.startswith("state/params/")}
+    assert params
+    assert all(not any(spec) for spec in params.values())
+    moments = [spec for path, spec in specs.items() if "/mu/" in path or "/nu/" in path]
+    assert moments
+    assert all(any(spec) for spec in moments)
+
+
+def test_the_plan_of_maxtext_cuts_parameters_over_both_axes() -> None:
+    sizes = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 8, "hidden": 512, "vocab": 256, "seq": 128, "batch": 8}
+    plan = small("maxtext-32b 1x64", **sizes, head_dim=32)
+    specs = specs_of(plan)
+    assert specs["batch/tokens"] == P("fsdp")
+    assert specs["state/params/blocks/w1"] == P(None, "fsdp", "tensor")
+    assert specs["state/params/blocks/w2"] == P(None, "tensor", "fsdp")
+    assert specs["state/params/blocks/wq"] == P(None, "fsdp", "tensor")
+
+
+def test_pairs_without_an_order_are_left_out() -> None:
+    def row(cluster: str, measured: float, predicted: float) -> fused.Row:
+        return {"cluster": cluster, "measured_s": measured, "predicted_s": predicted}
+
+    rows = [row("a", 1.0, 1.0), row("a", 1.001, 0.9), row("a", 2.0, 3.0), row("a", 3.0, 2.0), row("b", 9.0, 0.1)]
+    assert fused.order(rows, "a") == (4, 5)  # 1.0 and 1.001 have none, 2.0 and 3.0 the other one
+    assert fused.order(rows, "b") == (0, 0)
+
+
+def test_a_step_that_was_not_published_is_refused_with_those_that_were() -> None:
+    with pytest.raises(ArgumentError, match=r"no published step is 'llama2'; there are llama3.1-8b 1x8, "):
+        fused.run(["llama2"])
