@@ -1,7 +1,7 @@
 """FLOPs of kernels.
 
     Pallas kernels         the kernel's own `cost_estimate`, where it has one
-                           else the products in the body at the points that compute them  -> `autopar.ir.kernel_work`
+                           else products in the body at the points that compute them -> `autopar.ir.jaxpr.kernel_work`
     custom_partitioning    products in its function
     cuDNN's attention      by shapes                                                           -> `autopar.rules.cudnn`
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.ir.kernel_work import kernel_products, products
+from autopar.ir.jaxpr.kernel_work import kernel_products, products
 from autopar.ir.op_sets import ATTENTION
 from autopar.rules import cudnn
 

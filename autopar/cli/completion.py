@@ -32,7 +32,7 @@ def clusters(incomplete: str) -> list[str]:
 
 def attentions(incomplete: str) -> list[str]:
     """Names of the attention of a zoo model."""
-    from autopar.zoo.attention import NAMES
+    from autopar.zoo.layers.attention import NAMES
 
     return _beginning(NAMES, incomplete)
 

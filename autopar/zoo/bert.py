@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from autopar.zoo import gpt, nn
+from autopar.zoo import gpt
+from autopar.zoo.layers import nn
 from autopar.zoo.model import (
     MIXED,
     SINGLE,

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from autopar.zoo import gpt, nn, vit
+from autopar.zoo import gpt, vit
+from autopar.zoo.layers import nn
 from autopar.zoo.model import (
     MIXED,
     SINGLE,

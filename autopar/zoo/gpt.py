@@ -20,8 +20,8 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from autopar.zoo import attention as attentions
-from autopar.zoo import nn
+from autopar.zoo.layers import attention as attentions
+from autopar.zoo.layers import nn
 from autopar.zoo.model import (
     HALF,
     SINGLE,

@@ -19,8 +19,9 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from autopar.zoo import attention as attentions
-from autopar.zoo import gpt, nn
+from autopar.zoo import gpt
+from autopar.zoo.layers import attention as attentions
+from autopar.zoo.layers import nn
 from autopar.zoo.model import (
     MIXED,
     SINGLE,

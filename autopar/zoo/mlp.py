@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from autopar.zoo import nn
+from autopar.zoo.layers import nn
 from autopar.zoo.model import (
     SINGLE,
     Batch,

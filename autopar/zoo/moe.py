@@ -25,8 +25,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError
-from autopar.zoo import attention as attentions
-from autopar.zoo import gpt, nn
+from autopar.zoo import gpt
+from autopar.zoo.layers import attention as attentions
+from autopar.zoo.layers import nn
 from autopar.zoo.model import (
     HALF,
     SINGLE,

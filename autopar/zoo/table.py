@@ -118,7 +118,7 @@ def build(
         layers: number of blocks.
         batch: global batch, in sequences, images or rows.
         seq: tokens per sequence.
-        attention: "naive", "dot_product", "cudnn" or "splash" -> `autopar.zoo.attention`.
+        attention: "naive", "dot_product", "cudnn" or "splash" -> `autopar.zoo.layers.attention`.
         dtype: the floating dtype of parameters, optimizer state and computation alike, such as "float64".
 
     Raises:

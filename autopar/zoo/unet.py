@@ -25,7 +25,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from autopar.zoo import nn
+from autopar.zoo.layers import nn
 from autopar.zoo.model import (
     SINGLE,
     Batch,

@@ -17,7 +17,7 @@ from autopar.cost_models.flops import computing_dtype, flops, model_flops
 from autopar.cost_models.kernels import kernel_flops
 from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import trace
-from autopar.zoo import attention
+from autopar.zoo.layers import attention
 from tests.rules.test_pallas import array, matmul, prefetched_scale, with_estimate
 
 pytestmark = pytest.mark.core

@@ -19,7 +19,7 @@ from autopar.ir.graph import graph_hash
 from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
 from autopar.plans.plan import Plan
-from autopar.zoo import attention
+from autopar.zoo.layers import attention
 
 MESH = (2, 4)
 SIZES: dict[str, Any] = {"layers": 1, "batch": 4}

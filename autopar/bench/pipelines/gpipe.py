@@ -41,7 +41,8 @@ from autopar.ir.text import seconds
 from autopar.options import settings
 from autopar.runtime.planned_step import PlannedStep
 from autopar.runtime.single_program import PipelineRunner
-from autopar.zoo import gpt, nn
+from autopar.zoo import gpt
+from autopar.zoo.layers import nn
 
 STAGES, DATA, MICROBATCHES = 4, 2, 8
 MODEL = "gpt-3m"

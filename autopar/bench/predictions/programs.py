@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from autopar.zoo import gpt, nn, wresnet
+from autopar.zoo import gpt, wresnet
+from autopar.zoo.layers import nn
 from autopar.zoo.model import MIXED, SINGLE, Batch, Model, Tree, token_batch, trainable
 
 RATE = 0.1  # of what dropout removes

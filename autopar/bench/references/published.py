@@ -39,7 +39,8 @@ from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
-from autopar.zoo import gpt, nn
+from autopar.zoo import gpt
+from autopar.zoo.layers import nn
 from autopar.zoo.model import Model, Tree, token_batch, trainable_with_master
 
 SIZES = ("350m", "1.3b", "2.6b", "6.7b", "15b", "39b")

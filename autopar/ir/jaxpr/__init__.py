@@ -24,7 +24,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type
-from autopar.ir.kernel_work import with_estimate
+from autopar.ir.jaxpr.kernel_work import with_estimate
 
 #: Primitives whose results are their operands once a program is differentiated. As operations they would give one value
 #: two names, and the value would be moved twice. `device_put` is one where it names no sharding: a compiled program has
