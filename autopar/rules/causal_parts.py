@@ -2,8 +2,8 @@
 
 Queries are in 2 n blocks of c positions, two neighbours on each of n devices. The first queries see few keys and the
 last ones all, so devices exchange blocks first: device d computes block d and block 2 n - 1 - d, which together see as
-many keys on every device (zigzag; Brandon et al., 2023, "Striped Attention", has the problem and another order).
-Every device has all keys and values. The queries of block j see
+many keys on every device. Keys and values are gathered on every device. So do Dubey et al. (2024), The Llama 3 Herd of
+Models, section 3.3.2. The queries of block j see
 
     the keys of block j            under the kernel's own causal mask
     the j c keys before it         as a sequence of this length: a padding mask

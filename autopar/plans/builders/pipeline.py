@@ -284,7 +284,7 @@ def _spent(plan: Plan, plans: StagePlans[PlannedStage]) -> tuple[Spent, ...]:
     busiest = max(plan.ranks, key=lambda rank: math.fsum(t for s in rank for t in s.busy(count).values()))
     seconds: dict[tuple[str, str, str], float] = {}
     for solved, stage in zip(plans.plans, plan.stages, strict=True):
-        for row in solved.summary.spent if stage in busiest else ():
+        for row in solved.summary.spent if stage.rank == busiest[0].rank else ():
             key = row.source, row.phase, row.kind
             seconds[key] = seconds.get(key, 0.0) + row.seconds
     if before := plan.parts.get("first loop", 0.0):
