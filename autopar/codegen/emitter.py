@@ -22,7 +22,7 @@ from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, spec
 from autopar.ir.op_sets import ATTENTION
-from autopar.rules import SHARD_MAPPED, causal_parts, cudnn, pallas, partitioned
+from autopar.rules import SHARD_MAPPED, context_parallel, cudnn, pallas, partitioned
 from autopar.rules.manual import MANUAL
 
 Specs = tuple[jax.sharding.PartitionSpec, ...]
@@ -368,8 +368,9 @@ def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Seque
         return jax_compat.bind(op.equation.replace(params=dict(params)), operands)
 
     def run(*shards: Any) -> list[Any]:
-        if along and cudnn.is_causal(op.params):
-            results = causal_parts.run(op.name, bind, op.params, shards, along, devices)
+        if along:
+            gather = cudnn.gathers(rule)
+            results = context_parallel.run(op.name, bind, op.params, shards, along, devices, gather=gather)
         else:
             results = bind(shards, op.params)
         for i, dims in enumerate(rule.results):

@@ -5,10 +5,10 @@
 
 Batch `b` and heads `n` are free: every score belongs to one example and one head. With fewer heads of keys than of
 queries (grouped queries), a cut keeps groups whole: the factor has as many shards as the greatest common divisor of
-both counts. Positions of queries `t` are free as well, every device with all keys and values (context parallelism):
-without a mask a device runs the operation on its queries; what it runs under a causal mask is in
-`autopar.rules.causal_parts`. Positions of keys and the dimensions of a head need replication. JAX's own rule for these
-operations gives every operand factors of its own, which its `partition` then refuses, so it is of no use here.
+both counts. Positions of queries `t` are free as well (context parallelism): a device has all keys and values, or its
+piece of them if there are as many as queries, and gathers the others -> `autopar.rules.context_parallel`. The
+dimensions of a head need replication. JAX's own rule for these operations gives every operand factors of its own, which
+its `partition` then refuses, so it is of no use here.
 
 What one device lacks is combined after the call, along the axes that cut a factor which a result does not have: the
 gradients of keys and values over queries, and that of a bias that all examples share, are sums; the largest magnitudes
@@ -48,7 +48,7 @@ COMBINE: Mapping[str, Literal["sum", "max"]] = MappingProxyType({"a": "sum", "k"
 FACTORS = "bnt"
 BATCH, HEADS, POSITIONS = range(len(FACTORS))
 
-#: Position in the parameter `layout` -> the dimensions of queries; those of keys have no "t".
+#: Position in the parameter `layout` -> the dimensions of queries, and of keys if there are as many.
 _LAYOUTS = (("b", "t", "n", ""), ("b", "n", "t", ""))
 _DIMS: Mapping[str, tuple[str, ...]] = MappingProxyType({"a": ("b", "n", "t", ""), "l": ("b",), "m": ("b", "n", "t")})
 
@@ -57,9 +57,9 @@ def _words(text: str, count: int) -> str:
     return text[:count].ljust(count, ".")
 
 
-def _letters(word: str, shape: Shape, layout: int) -> tuple[str, ...]:
+def _letters(word: str, shape: Shape, layout: int, alike: bool) -> tuple[str, ...]:
     dims = _LAYOUTS[layout] if word in "qkvo" else _DIMS.get(word, ())
-    if word in "kv":
+    if word in "kv" and not alike:
         dims = tuple("" if letter == "t" else letter for letter in dims)
     return dims if len(dims) == len(shape) else ("",) * len(shape)
 
@@ -126,9 +126,12 @@ def positions(params: Params, operands: Sequence[Shape]) -> tuple[int, int]:
 def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
     """The rule of an operation of these shapes."""
     kept = obstacles(name, params, operands)
-    layout = params["layout"]
+    layout, alike = params["layout"], len({*positions(params, operands)}) == 1
     sides = [
-        [(shape, _letters(word, shape, layout)) for word, shape in zip(_words(words[name], len(of)), of, strict=True)]
+        [
+            (shape, _letters(word, shape, layout, alike))
+            for word, shape in zip(_words(words[name], len(of)), of, strict=True)
+        ]
         for words, of in ((OPERANDS, operands), (RESULTS, results))
     ]
     extents = [(letter, n) for side in sides for shape, of in side for n, letter in zip(shape, of, strict=True)]
@@ -136,7 +139,7 @@ def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence
     if any(n == 1 for n in _heads_of_keys(sides[0])):
         sizes[HEADS] = 1
     if is_causal(params) and "t" not in kept:
-        sizes[POSITIONS] //= 2  # each device has two blocks (`autopar.rules.causal_parts`)
+        sizes[POSITIONS] //= 2  # each device has two blocks (`autopar.rules.context_parallel`)
 
     def factor(letter: str, n: int) -> int:
         if letter and n > 1 and sizes[FACTORS.index(letter)] > 1:
@@ -177,29 +180,51 @@ class Sent:
         share: of a device's piece of the array.
     """
 
-    kind: Literal["all-reduce", "collective-permute"]
+    kind: Literal["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
     array: int
     factors: tuple[int, ...]
     share: float = 1.0
 
+    def dims(self, dims: Dims) -> Dims:
+        """The factors that cut the larger of what it takes and gives; `dims`: those of the array."""
+        whole = self.factors if self.kind in ("all-gather", "reduce-scatter") else ()
+        return tuple(-1 if f in whole else f for f in dims)
+
+
+def gathers(own: Rule) -> bool:
+    """Whether devices that have pieces of the positions gather keys and values."""
+    return POSITIONS in own.operands[1]
+
 
 def sent(name: str, params: Params, own: Rule) -> tuple[Sent, ...]:
-    """The collectives of an operation with this rule, wherever it is cut.
-
-    Results that lack a factor are reduced. Under a causal mask, each array that has positions of queries is exchanged
-    in two halves (`autopar.rules.causal_parts`).
-    """
+    """The collectives of an operation with this rule, wherever it is cut -> `autopar.rules.context_parallel`."""
     produced = {f for dims in own.results for f in dims if f in own.free}
     count, arrays = len(own.operands), (*own.operands, *own.results)
-    sums = [
+    inside = [
         Sent("all-reduce", count + i, lacking)
         for i, dims in enumerate(own.results)
         if combined(name, i) == "sum" and (lacking := tuple(sorted(produced - {*dims})))
     ]
-    if not is_causal(params) or POSITIONS not in own.free:
-        return tuple(sums)
-    cut = [i for i, dims in enumerate(arrays) if POSITIONS in dims]
-    return (*sums, *(Sent("collective-permute", i, (POSITIONS,), 0.5) for i in cut for _ in range(2)))
+    if POSITIONS not in own.free:
+        return tuple(inside)
+    keys = [i for i, word in enumerate(_words(OPERANDS[name], count) + RESULTS[name]) if word in "kv"]
+    if gathers(own):
+        inside.extend(Sent("all-gather" if i < count else "reduce-scatter", i, (POSITIONS,)) for i in keys)
+    if is_causal(params):  # in two halves
+        cut = [i for i, dims in enumerate(arrays) if POSITIONS in dims and i not in keys]
+        inside.extend(Sent("collective-permute", i, (POSITIONS,), 0.5) for i in cut for _ in range(2))
+    return tuple(inside)
+
+
+def whole_keys(name: str, params: Params, own: Rule) -> float:
+    """Arrays as large as all keys that a device has in memory while it runs a piece of the positions.
+
+    Keys and values; gradients of both before they are reduced, and their sums in float32 under a causal mask.
+    """
+    if not gathers(own):
+        return 0.0
+    gradients = (6.0 if is_causal(params) else 2.0) if "bwd" in name else 0.0
+    return 2.0 + gradients
 
 
 # FLOPs

@@ -8,6 +8,7 @@ A buffer's bytes depend on one decision, or on the two ends of an edge of the op
     unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
     copies             in other layouts, for the readers that want them                          -> add_copies
     workspaces         what the body of a `shard_map` has in memory while it runs                  -> _Values._workspace
+                       keys and values that devices gather inside attention                        -> _Values._gathered
     what waits         operands of products that are put off while something is gathered         -> Waiting.kept
 
 What takes over the buffer of a donated argument, or of an operand that is read for the last time, needs none.
@@ -37,8 +38,10 @@ from autopar.cost_models.sharding.groups import WHOLE, Binding, Model, source_di
 from autopar.cost_models.sharding.strategies import NOTHING, REDUCE_SCATTER, StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op
+from autopar.ir.op_sets import ATTENTION
 from autopar.ir.problem import Floats
 from autopar.ir.train_state import match_state
+from autopar.rules import cudnn
 from autopar.rules.manual import MANUAL, call_of
 
 
@@ -166,6 +169,8 @@ class _Values:
                 self._value("value", v, birth, b.lives.death[v] - (v in overwritten))
             if v in b.makers and b.makers[v].op.name == MANUAL and v == b.makers[v].outputs[0]:
                 self._workspace(v, b.makers[v].op, birth)
+            if v in b.makers and b.makers[v].name in ATTENTION and v == b.makers[v].outputs[0]:
+                self._gathered(v, b.makers[v].op, birth)
             if v in b.makers and b.makers[v].kind in (KERNEL, PRODUCT):
                 self._unsummed(v, b.makers[v], birth, written=True)
         for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
@@ -264,6 +269,20 @@ class _Values:
         nbytes = workspace_bytes(call_of(op).body)
         at = self.sizes.at(("workspace", nbytes), lambda: np.array([float(nbytes)]))
         self.sizes.add("workspace", v, moment, moment, at)
+
+    def _gathered(self, v: int, op: Op, moment: int) -> None:
+        """Keys and values that devices gather inside attention whose positions are cut, and gradients of both."""
+        b, rule = self.sizes, self.sizes.model.grouping.rules[op.signature]
+        group, count = b.model.grouping.bindings[v].group, cudnn.whole_keys(op.name, op.params, rule)
+        s, keys = b.model.grouping.groups[group].strategies, cast(int, op.inputs[1])
+        dims = tuple(WHOLE if f == cudnn.POSITIONS else f for f in rule.operands[1])
+
+        def nbytes() -> Floats:
+            return count * (s.assigned == cudnn.POSITIONS).any(1) * b.piece_bytes(s, dims, b.kind(keys), assigned=True)
+
+        if count:
+            at = b.at(("gathered", s.index, dims, b.kind(keys), count), nbytes)
+            b.add("workspace", v, moment, moment, at, node=group)
 
     def _wholes(self, s: StrategySet, written: bool) -> Floats:
         """How many pieces as large as before its sums a product has while they are made, under each strategy."""

@@ -240,7 +240,7 @@ def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
         for i, sent in enumerate(cudnn.sent(op.name, op.params, rule)):
             names = tuple(name for name, f in zip(mesh.names, cut[0].tolist(), strict=True) if f in sent.factors)
             if names:
-                piece = float(share(each, (*rule.operands, *rule.results)[sent.array])[0])
+                piece = float(share(each, sent.dims((*rule.operands, *rule.results)[sent.array]))[0])
                 nbytes = max(1, round(sent.share * arrays[sent.array].nbytes * piece))
                 count = max(1, round(c.weight))
                 yield (op.index, 200 + i), Collective(sent.kind, names, nbytes, count, op.tag, op.source)

@@ -137,8 +137,8 @@ def test_batch_heads_and_positions_of_queries_are_free() -> None:
     sides = [
         [["bnt.."[min(f, 3)] for f in dims] for dims in (*rule.operands[:3], *rule.results)] for rule in (first, second)
     ]
-    queries, keys, statistic = ["b", "t", "n", "."], ["b", ".", "n", "."], ["b", "n", "t"]
-    assert sides == [[queries, keys, keys, queries, statistic], [queries, keys, keys] * 2]
+    whole, statistic = ["b", "t", "n", "."], ["b", "n", "t"]
+    assert sides == [[whole] * 4 + [statistic], [whole] * 6]
 
 
 def test_groups_of_heads_stay_whole() -> None:
@@ -257,7 +257,9 @@ def test_long_sequences_are_cut_along_their_positions() -> None:
     assert not any("more than an even share" in note for note in plan.notes)
     assert "context parallel" in str(plan)
     inside = {(c.kind, c.axes) for c in plan.collectives if c.source.startswith("test_cudnn")}
-    assert {kind for kind, _ in inside} >= {"all-reduce", "collective-permute"}
+    assert {kind for kind, _ in inside} >= {"all-gather", "reduce-scatter", "collective-permute"}
+    # keys and values, gradients of both in two bytes, and their sums in four: one of the two heads on each device
+    assert plan.stages[0].memory["temporaries"] >= (2 + 2 + 4) * (k.size // 2) * 2
 
 
 # Errors
@@ -398,10 +400,16 @@ def test_each_block_is_two_calls_of_cudnn_in_either_pass() -> None:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", ["along two axes", "beside heads", "no mask, a bias"])
 def test_what_devices_send_inside_the_kernel_is_predicted(name: str) -> None:
+    """The compiler for CPU ignores barriers: what both passes gather or exchange alike, it may send once for both."""
     fn, args, step = cut_along(name)
+    at = [c for c in step.plan(*args).collectives if c.source.startswith("test_cudnn") and c.kind != "all-reduce"]
+    predicted = Counter((c.kind, c.axes, c.bytes) for c in at for _ in range(c.count))
     report = verify_compiled(step.lower(*args).compile(), fn, *args)
-    assert report.ok, report
-    assert "all-reduce" in {c.kind for c in step.plan(*args).collectives}
+    emitted = Counter((c.kind, c.axes, c.bytes) for c in report.collectives for _ in range(c.count))
+    assert predicted
+    for key, count in predicted.items():
+        fewest = count if key[0] == "reduce-scatter" else count // 2
+        assert fewest <= emitted[key] <= count, key
 
 
 def two_layers(weights: Any, x: Any) -> Any:

@@ -35,7 +35,7 @@ _SCALAR: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
         "ge": np.greater_equal, "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative,
         "sign": np.sign,
-        "div": lambda x, y: np.fix(np.divide(x, y)), "rem": np.fmod, "max": np.maximum, "min": np.minimum,
+        "div": lambda x, y: np.trunc(np.divide(x, y)), "rem": np.fmod, "max": np.maximum, "min": np.minimum,
         "and": np.bitwise_and, "or": np.bitwise_or, "not": np.bitwise_not, "convert_element_type": np.asarray,
         "select_n": lambda which, *cases: np.choose(np.asarray(which, np.int32), cases),
     }

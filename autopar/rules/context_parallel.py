@@ -1,9 +1,10 @@
-"""What a device runs of cuDNN's causal attention whose positions are cut (context parallelism).
+"""What a device runs of cuDNN's attention whose positions are cut (context parallelism).
 
-Queries are in 2 n blocks of c positions, two neighbours on each of n devices. The first queries see few keys and the
-last ones all, so devices exchange blocks first: device d computes block d and block 2 n - 1 - d, which together see as
-many keys on every device. Keys and values are gathered on every device. So do Dubey et al. (2024), The Llama 3 Herd of
-Models, section 3.3.2. The queries of block j see
+Keys and values are gathered on every device, and their gradients reduced and scattered. Without a mask a device then
+runs the operation on its queries. Under a causal mask the first queries see few keys and the last ones all: queries are
+in 2 n blocks of c positions, two neighbours on each of n devices, and devices exchange blocks first. Device d computes
+block d and block 2 n - 1 - d, which together see as many keys on every device. So do Dubey et al. (2024), The Llama 3
+Herd of Models, section 3.3.2. The queries of block j see
 
     the keys of block j            under the kernel's own causal mask
     the j c keys before it         as a sequence of this length: a padding mask
@@ -109,24 +110,45 @@ class _Block:
         return lax.dynamic_update_slice_in_dim(total, own.astype(jnp.float32), self.begin, self.dim)
 
 
-def run(name: str, bind: Bind, params: Params, shards: Sequence[Any], axes: tuple[str, ...], count: int) -> list[Any]:
-    """The results of a device for its piece of the queries; gradients of keys and values are those of its queries.
+def run(
+    name: str, bind: Bind, params: Params, shards: Sequence[Any], axes: tuple[str, ...], count: int, *, gather: bool
+) -> list[Any]:
+    """The results of a device for its piece of the queries.
 
     Args:
         name: the operation, of `ATTENTION`.
         bind: runs the operation.
         params: its parameters.
-        shards: operands: pieces of what has positions of queries, all else whole along them.
-        axes: names of the mesh axes that cut the positions.
+        shards: operands, whose pieces are those of this device.
+        axes: names of the mesh axes that cut the positions, in the order in which they do.
         count: number of devices along these axes.
+        gather: keys and values are pieces too, and so are their gradients. Otherwise both are whole, and the gradients
+            those over the queries of this device.
     """
+    dim, (q, k, v, *rest) = cudnn.position_dim(params), shards
+    if gather and "bwd" in name:  # or the compiler keeps what the forward pass has gathered until here
+        k, v, *rest = lax.optimization_barrier((k, v, *rest))
+    if gather:
+        k, v = (lax.all_gather(x, axes, axis=dim, tiled=True) for x in (k, v))
+    operands = q, k, v, *rest
+    results = _causal(name, bind, params, operands, axes, count) if cudnn.is_causal(params) else bind(operands, params)
+    if not gather or "bwd" not in name:
+        return [*results]
+    of_keys = (lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) for x in results[1:3])
+    return [results[0], *of_keys, *results[3:]]
+
+
+def _causal(
+    name: str, bind: Bind, params: Params, operands: Sequence[Any], axes: tuple[str, ...], count: int
+) -> list[Any]:
+    """The results under a causal mask, from all keys and values."""
     blocks, dim = _Blocks(axes, count), cudnn.position_dim(params)
-    size = shards[0].shape[dim] // 2
+    size = operands[0].shape[dim] // 2
     places = [_Block(number * size, size, dim) for number in blocks.numbers]
     if "bwd" in name:
-        return _backward(bind, params, shards, blocks, places)
-    queries = blocks.taken(shards[0], dim)
-    first, second = (_forward(bind, params, q, shards, block) for q, block in zip(queries, places, strict=True))
+        return _backward(bind, params, operands, blocks, places)
+    queries = blocks.taken(operands[0], dim)
+    first, second = (_forward(bind, params, q, operands, block) for q, block in zip(queries, places, strict=True))
     results = [blocks.returned(first[0], second[0], dim)]
     return [*results, blocks.returned(first[1], second[1], 2)] if params["is_training"] else results
 
