@@ -120,8 +120,9 @@ class RuleReader:
                 representatives.setdefault(op.signature, op)
         rules: dict[int, Rule] = {}
         from_shardy: list[Op] = []
+        unread = _unread(graph)
         for signature, op in representatives.items():
-            rule = _rule_without_shardy(graph, op, registered)
+            rule = _rule_without_shardy(graph, op, registered, unread.get(signature, ()))
             if rule is not None:
                 rules[signature] = rule
             else:
@@ -161,7 +162,17 @@ def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
     return [graph.type_of(a).shape for a in atoms]
 
 
-def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str]) -> Rule | None:
+def _unread(graph: Graph) -> Mapping[int, tuple[int, ...]]:
+    """Signature of a Pallas kernel -> the results that nothing reads of any kernel with this signature."""
+    unread: dict[int, tuple[int, ...]] = {}
+    for op in graph.walk():
+        if op.name == "pallas_call":
+            before = unread.get(op.signature, range(len(op.outputs)))
+            unread[op.signature] = tuple(r for r in before if not graph.uses_of(op.outputs[r]))
+    return unread
+
+
+def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str], unread: Sequence[int]) -> Rule | None:
     """A registered rule, one of autopar's own, or replication of what is opaque; None if Shardy's rule applies."""
     operands, results = _shapes(graph, op.inputs), _shapes(graph, op.outputs)
     own = partitioned.name(op.params) if op.name == "custom_partitioning" else op.params.get("name")
@@ -171,7 +182,7 @@ def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str]) ->
     if op.name in OWN_RULES:
         return parse(OWN_RULES[op.name](operands, results, op.params), operands, results, "autopar")
     if op.name == "pallas_call":
-        return pallas.rule(op.params, operands, results)
+        return pallas.rule(op.params, operands, results, unread)
     if op.name == "custom_partitioning":
         return partitioned.analyse(op.params).rule
     if op.name in ATTENTION:

@@ -6,11 +6,11 @@ of them on its part of the operands, if
 
     1. in every index map, each block index is g itself or does not depend on g; it is g for at most one dimension of an
        operand or result, whose n blocks cover it exactly
-    2. every result has such a dimension
+    2. every result has such a dimension, but for those that nothing reads
     3. the body does not use `program_id(g)`
     4. the body writes no operand without such a dimension, and uses no other state, such as that of random numbers
-    5. where all axes behind g are at their start, the body overwrites each scratch buffer before it reads it, so that
-       no run reads what a run for another g has left there
+    5. where all axes behind g are at their start, the body overwrites each scratch buffer, and each result that nothing
+       reads and that has no such dimension, before it reads it, so that no run reads what a run for another g has left
 
 Then g is a factor of n shards: the dimensions of condition 1 are cut along it, and the local call has the grid extent
 n / shards and the same blocks. `num_programs(g)` needs no condition: of a static grid it is a constant in the body.
@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -52,25 +53,34 @@ class GridAxis:
     obstacle: str
 
 
-def grid_axes(params: Params) -> tuple[GridAxis, ...]:
-    """The axes of a kernel's grid; operands that index maps read (scalar prefetch) are the first in `dims`."""
+def grid_axes(params: Params, unread: Sequence[int] = ()) -> tuple[GridAxis, ...]:
+    """The axes of a kernel's grid; operands that index maps read (scalar prefetch) are the first in `dims`.
+
+    Args:
+        params: of the `pallas_call`.
+        unread: results that nothing reads, such as the scratch memory of splash attention in JAX 0.10.
+    """
     mapping = params["grid_mapping"]
     if mapping.num_dynamic_grid_bounds:
         return ()
     blocks = [_block_dims(block, len(mapping.grid)) for block in mapping.block_mappings]
-    return tuple(_axis(params, axis, blocks) for axis in range(len(mapping.grid)))
+    return tuple(_axis(params, axis, blocks, unread) for axis in range(len(mapping.grid)))
 
 
-def _axis(params: Params, axis: int, blocks: Sequence[Sequence[BlockDim]]) -> GridAxis:
+def _axis(params: Params, axis: int, blocks: Sequence[Sequence[BlockDim]], unread: Sequence[int]) -> GridAxis:
     mapping, size = params["grid_mapping"], params["grid_mapping"].grid[axis]
     counted = [[d for d, dim in enumerate(block) if axis in dim.depends_on] for block in blocks]
     dims = (*[None] * mapping.num_index_operands, *(of[0] if len(of) == 1 else None for of in counted))
+    shared = {mapping.num_inputs + r for r in unread if not counted[mapping.num_inputs + r]}
     of_blocks = (
         _obstacle_of_blocks(mapping, number, {d: block[d] for d in of}, axis)
         for number, (block, of) in enumerate(zip(blocks, counted, strict=True))
+        if number not in shared
     )
     obstacle = (
-        next(filter(None, of_blocks), "") or _obstacle_of_call(params, dims) or _obstacle_of_body(params, axis, dims)
+        next(filter(None, of_blocks), "")
+        or _obstacle_of_call(params, dims)
+        or _obstacle_of_body(params, axis, dims, {mapping.num_index_operands + number for number in shared})
     )
     return GridAxis(size, dims, obstacle)
 
@@ -182,8 +192,11 @@ def _called(equation: Any) -> Any:
 # The body
 
 
-def _obstacle_of_body(params: Params, axis: int, dims: Sequence[int | None]) -> str:
-    """Why what the body does depends on the runs for other points of an axis; "" if it does not."""
+def _obstacle_of_body(params: Params, axis: int, dims: Sequence[int | None], unread: AbstractSet[int]) -> str:
+    """Why what the body does depends on the runs for other points of an axis; "" if it does not.
+
+    `unread`: results, counted behind the operands, that all runs share and nothing reads.
+    """
     mapping, body = params["grid_mapping"], params["jaxpr"]
     axes = [a for a in range(len(mapping.grid)) if a not in mapping.vmapped_dims]  # those that the body can ask for
     if axis in axes and _uses_program_id(body, axes.index(axis)):
@@ -196,7 +209,7 @@ def _obstacle_of_body(params: Params, axis: int, dims: Sequence[int | None]) -> 
     if shared:
         return f"the kernel writes operand {shared[0]}, of which all runs have the same block"
     first_scratch = len(body.invars) - len(mapping.scratch_avals)
-    scratch = {variable: i for i, variable in enumerate(body.invars[first_scratch:])}
+    scratch = {v: i for i, v in enumerate(body.invars) if i in unread or i >= first_scratch}
     at_start = frozenset(axes.index(a) for a in axes if a > axis)
     if scratch and not _Initialisation(at_start).run(body, scratch, {}, set()):
         return "the kernel reads scratch memory that a run before has written"
@@ -312,12 +325,12 @@ class _Initialisation:
 # Rules and calls
 
 
-def rule(params: Params, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
+def rule(params: Params, operands: Sequence[Shape], results: Sequence[Shape], unread: Sequence[int] = ()) -> Rule:
     """The rule of a kernel: a factor for each grid axis without obstacles; all else needs replication."""
     sizes: list[int] = []
     shapes = [*operands, *results]
     dims: list[list[int]] = [[-1] * len(shape) for shape in shapes]
-    for axis in grid_axes(params):
+    for axis in grid_axes(params, unread):
         if not axis.obstacle and axis.size > 1:
             for number, dim in enumerate(axis.dims):
                 if dim is not None:
@@ -363,12 +376,14 @@ def part_params(params: Params, operands: Sequence[Shape], results: Sequence[Sha
         operands, results: the shapes of the parts.
     """
     mapping, avals = params["grid_mapping"], params["out_avals"]
-    grid = list(mapping.grid)
+    grid, shapes = list(mapping.grid), [*operands[mapping.num_index_operands :], *results]
     for i, axis in enumerate(grid_axes(params)):
-        dim = axis.dims[len(operands)]  # of the first result; every result is cut alike
-        if not axis.obstacle and dim is not None:
-            grid[i] = axis.size * results[0][dim] // avals[0].shape[dim]
-    shapes = [*operands[mapping.num_index_operands :], *results]
+        # all operands and results are cut alike, along dimensions that no other axis has a part in
+        for block, shape, dim in zip(
+            mapping.block_mappings, shapes, axis.dims[mapping.num_index_operands :], strict=True
+        ):
+            if dim is not None and shape[dim] != block.array_aval.shape[dim]:
+                grid[i] = axis.size * shape[dim] // block.array_aval.shape[dim]
     blocks = tuple(
         block.replace(array_aval=block.array_aval.update(shape=shape))
         for block, shape in zip(mapping.block_mappings, shapes, strict=True)

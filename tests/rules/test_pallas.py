@@ -544,15 +544,56 @@ def attention(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_splash_attention_is_cut_by_batch_and_heads() -> None:
-    """In JAX 0.10 by batch alone: there the kernel accumulates in results that all heads share."""
+    """In JAX 0.10 scratch memory is results that all heads share and nothing reads."""
     mask = masks.MultiHeadMask([masks.CausalMask((SEQ, SEQ)) for _ in range(HEADS)])
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=True)
     q = jax.ShapeDtypeStruct((8, HEADS, SEQ, WIDTH), jnp.float32)
-    kernels = calls(attention(jax.vmap(kernel)), q, q, q)
+    graph = trace(attention(jax.vmap(kernel)), q, q, q).graph
+    kernels, read = [op for op in graph.walk() if op.name == "pallas_call"], rules_of(graph)
     assert len(kernels) == 3
     for op in kernels:
-        free = [axis.size for axis in pallas.grid_axes(op.params) if not axis.obstacle]
-        assert free == ([8, HEADS] if op.params["grid_mapping"].scratch_avals else [8])
+        assert [read[op.signature].sizes[f] for f in read[op.signature].free] == [8, HEADS]
+
+
+def doubled_and_kept(x: Any, out: Any, kept: Any) -> None:
+    kept[...] = 2 * x[...]
+    out[...] = kept[...] + 1
+
+
+def summed_and_kept(x: Any, out: Any, kept: Any) -> None:
+    kept[...] += x[...]
+    out[...] = kept[...]
+
+
+def keeping(body: Any) -> Callable[..., Any]:
+    """A kernel of rows whose second result has one block, which all runs share."""
+    rows, shared = pl.BlockSpec((8, 8), lambda i: (i, 0)), pl.BlockSpec((8, 8), lambda i: (0, 0))
+    like = jax.ShapeDtypeStruct((32, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    return pl.pallas_call(body, like, grid=(4,), in_specs=[rows], out_specs=[rows, shared], interpret=True)
+
+
+kept = keeping(doubled_and_kept)
+UNREAD = {
+    "overwritten first": (lambda x: kept(jnp.sin(x))[0] * 2, True),
+    "read": (lambda x: kept(jnp.sin(x)), False),
+    "read elsewhere": (
+        lambda x: (kept(jnp.sin(x))[0], kept(jnp.cos(x))[1]),
+        False,
+    ),
+    "not overwritten first": (lambda x: keeping(summed_and_kept)(jnp.sin(x))[0], False),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_results_that_nothing_reads_are_scratch_memory(name: str) -> None:
+    fn, is_cut = UNREAD[name]
+    x = array(32, 8)
+    graph = trace(fn, x).graph
+    rules = [rules_of(graph)[op.signature] for op in graph.walk() if op.name == "pallas_call"]
+    assert all(bool(rule.free) == is_cut for rule in rules)
+    parallel = autopar.parallelize(fn, mesh=(4,), cluster=dear((4,)))
+    for ours, theirs in zip(jax.tree.leaves(parallel(x)), jax.tree.leaves(jax.jit(fn)(x)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 def test_flash_attention_is_cut_by_batch_and_heads() -> None:
