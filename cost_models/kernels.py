@@ -1,7 +1,7 @@
 """FLOPs of kernels.
 
-    Pallas kernels         the kernel's own `cost_estimate`, where it has one
-                           else products in the body at the points that compute them -> `autopar.ir.jaxpr.kernel_work`
+    Pallas kernels         products in the body at the points that compute them -> `autopar.ir.jaxpr.kernel_work`,
+                           or the kernel's own `cost_estimate`, if it has one with fewer, or all branches are taken
     custom_partitioning    products in its function
     cuDNN's attention      by shapes                                                           -> `autopar.rules.cudnn`
 

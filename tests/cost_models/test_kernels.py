@@ -39,17 +39,17 @@ def test_the_estimate_of_the_kernel() -> None:
     assert kernel_flops(op.name, op.params) == 1024
 
 
-def test_backward_passes_of_flash_attention() -> None:
+def test_passes_of_flash_attention() -> None:
     """Forward 2 products, dK and dV 4, dQ 3: the scores are computed again.
 
-    The mask leaves 3 of 4 blocks. JAX's own estimate of the forward pass counts all of them.
+    The mask leaves 3 of 4 blocks, though JAX's own estimate of the forward pass counts all of them.
     """
     batch, heads, seq, width = 8, 4, 256, 128
     q = jax.ShapeDtypeStruct((batch, heads, seq, width), jnp.float32)
     kernel = partial(flash_attention.flash_attention, causal=True)
     _, ops = kernels(jax.grad(lambda q, k, v: kernel(q, k, v).sum(), (0, 1, 2)), q, q, q)
     product = 2 * batch * heads * seq * seq * width
-    assert [round(kernel_flops(op.name, op.params) / product, 1) for op in ops] == [2.0, 3.0, 2.2]
+    assert [round(kernel_flops(op.name, op.params) / product, 1) for op in ops] == [1.5, 3.0, 2.2]
 
 
 def test_branches_loops_and_calls() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -62,17 +63,21 @@ def kernel_products(params: Mapping[str, Any], operands: Sequence[Any] = ()) -> 
 
 
 def with_estimate(equation: jex.JaxprEqn, operands: Sequence[Any]) -> jex.JaxprEqn:
-    """The call of a kernel with a `cost_estimate`, if it has none and some of its branches are not always taken.
+    """The call of a kernel with the products of the branches taken as `cost_estimate`, if some are not always taken.
 
-    XLA's scheduler reads it too, and takes a kernel without one for one without work. `operands` are those of
+    XLA's scheduler reads it too, and takes a kernel without one for one without work. An estimate of the kernel's own
+    that has fewer FLOPs stays; more are those of blocks that a mask leaves out. `operands` are those of
     `kernel_products`.
     """
     params = equation.params
-    if params["cost_estimate"] is not None or params["grid_mapping"].num_dynamic_grid_bounds:
+    if params["grid_mapping"].num_dynamic_grid_bounds:
         return equation
-    done = kernel_products(params, operands)
+    done, own = kernel_products(params, operands), params["cost_estimate"]
     if done == math.prod(params["grid_mapping"].grid) * products(params["jaxpr"]):
         return equation
+    if own is not None:
+        estimate = replace(own, flops=min(own.flops, round(done)))
+        return equation.replace(params={**params, "cost_estimate": estimate})
     from jax.experimental import pallas  # takes 0.1 s to import, for which programs without kernels need not wait
 
     avals: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
