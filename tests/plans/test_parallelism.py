@@ -22,8 +22,10 @@ from autopar.ir.trace import trace
 from autopar.plans.forms import FORMS, largest
 from autopar.plans.plan import Plan, from_json
 from autopar.plans.views.parallelism import NAMES, describe
+from autopar.zoo.layers import nn
 from tests.passes.intra_op.test_optimality import data_parallel, megatron, sequence_parallel
 from tests.programs.steps import array
+from tests.support.source_lines import EXPERT_PRODUCTS, line
 
 
 def planned(fn: Callable[..., Any], args: Any, pins: Any, mesh: tuple[int, ...] = (2, 4), **options: Any) -> Plan:
@@ -183,9 +185,9 @@ def test_layers_that_are_recomputed_are_told_as_ranges() -> None:
 
 
 V100 = Cluster.preset("p3.16xlarge", hosts=2)
-EXPERTS = {"params/*expert*": P("y"), "products at moe.py:162": P("y"), "products at moe.py:163": P("y")}
+EXPERTS = {"params/*expert*": P("y"), **{f"products at {of}": P("y") for of in EXPERT_PRODUCTS}}
 CHANNELS = {
-    "stage 0: products at nn.py:166": P("y"),
+    f"stage 0: products at {line(nn, 'lax.conv_general_dilated(x, kernel, (stride, stride)')}": P("y"),
     **{f"stage 1: params/stages/1/*/conv{n}": P(None, None, None, "y") for n in (1, 3)},
     "stage 1: params/stages/1/*/conv2": P(None, None, "y"),
     **dict.fromkeys(("params/stages/0/*", "params/stem"), P()),

@@ -17,6 +17,7 @@ import autopar
 from autopar import pins, zoo
 from autopar.bench.equal.case import dear
 from autopar.plans.views.parallelism import describe
+from tests.support.source_lines import EXPERT_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -224,8 +225,7 @@ CASES: Mapping[str, Case] = {
             pins={
                 "params/*expert*": P("x"),
                 "opt/*expert*": P("x"),
-                "products at moe.py:162": P("x"),
-                "products at moe.py:163": P("x"),
+                **{f"products at {of}": P("x") for of in EXPERT_PRODUCTS},
             }
             | data("x"),
         ),
