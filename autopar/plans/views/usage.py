@@ -52,6 +52,12 @@ class TimeUse(ShownAsText):
             at[row.kind] = at.get(row.kind, 0.0) + row.seconds
         return dict(sorted(lines.items(), key=lambda item: -sum(item[1].values())))
 
+    @property
+    def busiest(self) -> tuple[str, ...]:
+        """The stages of the devices that have most to do, whose source lines are known; empty on one mesh."""
+        idle = {stage: passes.get("idle", 0.0) for stage, passes in self.stages.items()}
+        return tuple(stage for stage, t in idle.items() if t == min(idle.values()))
+
     def __str__(self) -> str:
         if self.stages:
             names = list(dict.fromkeys(name for passes in self.stages.values() for name in passes))
@@ -59,9 +65,7 @@ class TimeUse(ShownAsText):
                 (stage, *(self._share(passes.get(name, 0.0)) for name in names))
                 for stage, passes in self.stages.items()
             ]
-            least = min(passes.get("idle", 0.0) for passes in self.stages.values())
-            busiest = [stage for stage, passes in self.stages.items() if passes.get("idle", 0.0) == least]
-            lines = f"\n{' and '.join(busiest)}, with most to do:{self._lines()}" if self.spent else ""
+            lines = f"\n{' and '.join(self.busiest)}, with most to do:{self._lines()}" if self.spent else ""
             return table("stage", ("", *names), rows) + lines
         return self._lines()
 

@@ -18,7 +18,7 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.views.parallelism import describe
 from autopar.plans.views.report import charts, pictures, tables
 from autopar.plans.views.timeline import trace_events
-from autopar.plans.views.usage import slowest
+from autopar.plans.views.usage import slowest, time_use
 
 FOLDER = Path(__file__).parent
 
@@ -94,7 +94,8 @@ def _figures(plan: PlanRecord) -> dict[str, tuple[str, charts.Figure]]:
     if (transfers := charts.transfers(plan, events)) is not None:
         figures["transfers"] = ("Transfers between ranks", transfers)
     if (lines := charts.lines(plan)) is not None:
-        figures["lines"] = ("Time by source line", lines)
+        of = f" of {' and '.join(time_use(plan).busiest)}" if plan.pipelined else ""
+        figures["lines"] = (f"Time by source line{of}", lines)
     if plan.pipelined or plan.stages[0].over_time:
         figures["memory"] = ("Memory over the step", charts.memory_over_time(plan))
     figures["peaks"] = ("Memory at the peak", charts.memory_peaks(plan))
