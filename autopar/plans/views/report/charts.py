@@ -27,8 +27,8 @@ MILLI, MICRO = 1e3, 1e-6
 #: Kind of work or of tensor -> position in the palette; others follow in the order in which they appear.
 COLOURS: Mapping[str, int] = {
     "forward": 0, "backward": 1, "weight gradients": 2, "send": 3, "recv": 4, "reduce": 5, "once per step": 6,
-    "first loop": 7, "update": 2, "rest": 7, "compute": 0, "memory traffic": 1, "communication": 3, "host": 5,
-    "other": 6,
+    "first loop": 4, "update": 2, "rest": 7, "compute": 0, "memory traffic": 1, "communication": 3, "host": 5,
+    "other": 6, "idle": 7,
     "parameters": 0, "state": 0, "optimizer state": 1, "arguments": 4, "gradients": 2, "residuals": 3,
     "temporaries": 5, "results": 6, "resharding": 7,
 }  # fmt: skip
