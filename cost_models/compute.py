@@ -13,7 +13,7 @@ k kernel taps times input features.
 
 Flops are exact for the two operations that carry nearly all of them, two per multiply-add:
 
-    dot    2 |batch| |lhs free| |contracted| |rhs free|                                           -> dot_flops
+    dot    2 |batch| |lhs free| |contracted| |rhs free|                     -> `autopar.ir.jaxpr.kernel_work.dot_flops`
     conv   2 |out batch| |out features| |in features per group| prod_d pairs_d                    -> conv_flops
 
 where pairs_d counts the (output position, kernel tap) pairs of spatial dimension d that read a real input element, not
@@ -30,9 +30,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.hardware.description import Device
-
-DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-"""((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax.dot_general`."""
 
 
 class ConvDims(Protocol):
@@ -70,13 +67,6 @@ def product_efficiency(
     extents = (np.maximum(np.asarray(n, np.float64), 1.0) for n in (rows, columns, contracted))
     losses = [1.0 + half / n for n, half in zip(extents, device.half_rate_extents, strict=True)]
     return 1.0 / (losses[0] * losses[1] * losses[2])
-
-
-def dot_flops(dimension_numbers: DotDimensionNumbers, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> int:
-    """Flops of a `dot_general` with these shapes."""
-    (_, rhs_contracted), (_, rhs_batch) = dimension_numbers
-    shared = {*rhs_contracted, *rhs_batch}
-    return 2 * math.prod(lhs_shape) * math.prod(n for i, n in enumerate(rhs_shape) if i not in shared)
 
 
 def _real_pairs(

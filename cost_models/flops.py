@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from autopar.cost_models.compute import conv_flops, dot_flops
+from autopar.cost_models.compute import conv_flops
 from autopar.cost_models.kernels import KERNELS, kernel_flops
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
+from autopar.ir.jaxpr.kernel_work import dot_flops
 from autopar.ir.op_sets import PRODUCTS
 from autopar.rules.manual import MANUAL, call_of
 

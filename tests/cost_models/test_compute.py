@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_models.compute import conv_flops, dot_flops, op_time
+from autopar.cost_models.compute import conv_flops, op_time
 from autopar.hardware.description import Device
+from autopar.ir.jaxpr.kernel_work import dot_flops
 
 DEVICE = Device("d", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 2**30, kernel_overhead=1e-6, efficiency=0.5)
 

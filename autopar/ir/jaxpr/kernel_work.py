@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 
 from autopar import jax_compat
 
+DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax.dot_general`."""
+
 #: Points for which branches are evaluated at most; a larger grid counts every branch. 32 MiB of indices.
 MOST_POINTS = 2**22
 
@@ -113,7 +116,8 @@ def _count_equation(
     name, params = equation.primitive.name, equation.params
     operands = [_value(atom, values) for atom in equation.invars]
     if name == "dot_general":
-        return float(np.mean(runs)) * _dot(equation), []
+        lhs, rhs = (atom.aval.shape for atom in equation.invars[:2])
+        return float(np.mean(runs)) * dot_flops(params["dimension_numbers"], lhs, rhs), []
     if name == "cond":
         return _count_branches(params["branches"], operands, grid, runs), []
     bodies = [params[key] for key in ("jaxpr", "call_jaxpr", "body_jaxpr") if hasattr(params.get(key), "eqns")]
@@ -136,10 +140,11 @@ def _count_branches(
     return sum(_count(branch, inner, grid, runs & (taken == i))[0] for i, branch in enumerate(branches))
 
 
-def _dot(equation: Any) -> float:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    lhs = equation.invars[0].aval.shape
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted)
+def dot_flops(dimension_numbers: DotDimensionNumbers, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> int:
+    """Flops of a `dot_general` with these shapes."""
+    (_, rhs_contracted), (_, rhs_batch) = dimension_numbers
+    shared = {*rhs_contracted, *rhs_batch}
+    return 2 * math.prod(lhs_shape) * math.prod(n for i, n in enumerate(rhs_shape) if i not in shared)
 
 
 # Scalars over the grid
