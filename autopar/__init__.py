@@ -44,6 +44,7 @@ _HOMES = {
     "SolverError": "autopar.errors",
     "MemoryBudgetError": "autopar.errors",
     "MicrobatchError": "autopar.errors",
+    "NanError": "autopar.errors",
     "PlanMismatchError": "autopar.errors",
     "ScheduleError": "autopar.errors",
     "StageError": "autopar.errors",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from autopar.errors import MemoryBudgetError as MemoryBudgetError
     from autopar.errors import MeshError as MeshError
     from autopar.errors import MicrobatchError as MicrobatchError
+    from autopar.errors import NanError as NanError
     from autopar.errors import PinError as PinError
     from autopar.errors import PlanMismatchError as PlanMismatchError
     from autopar.errors import ProcessError as ProcessError

@@ -83,6 +83,10 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             search ends. 0 requires a proof of optimality.
         plan: a `Plan`, or the path of a saved one, that replaces planning.
         progress: print to stderr what is planned or explained, and bounds. None: in a terminal, after two seconds.
+        debug_nans: raise `NanError` for a NaN among the results that no argument holds, with the source line of the
+            operation that made it, its stage and microbatch. Each program of the step is waited for, and runs again
+            operation by operation if it gives NaN. Nothing is donated, so that old and new state are in memory at once.
+            None: as JAX's setting `jax_debug_nans` is when the step is compiled.
         remat: results of the forward pass that the backward pass recomputes (Chen et al., 2016). "none". "dots": in
             each layer all but those of matrix products and convolutions. "full": everything in a layer, from the inputs
             of the layer. "auto": nothing, unless memory requires it; then the policy with the shortest step, in as few
@@ -177,7 +181,7 @@ def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Che
 
     def parallel(args: Sequence[Any]) -> tuple[PlannedStep, Executable]:
         planned = plan_step(step, args, {}, chosen, local=True)
-        return planned, lower(planned, name_of(step)).compile()
+        return planned, lower(planned, name_of(step), chosen.debug_nans).compile()
 
     return compare_with_one_device(step, args, chosen, parallel)
 
@@ -344,7 +348,7 @@ class ParallelFunction:
             planned = self._planned_step(array_args, has_run=has_run)
             executable = self._executables.get(planned)
             if executable is None:
-                executable = self._executables[planned] = lower(planned, name_of(self.__wrapped__)).compile()
+                executable = self._executables[planned] = self._lowered(planned).compile()
         return executable
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -408,7 +412,10 @@ class ParallelFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments, as `jax.jit(fn).lower` does; each call lowers anew."""
         with self._opened(args, kwargs) as array_args:
-            return lower(self._planned_step(array_args), name_of(self.__wrapped__))
+            return self._lowered(self._planned_step(array_args))
+
+    def _lowered(self, planned: PlannedStep) -> Lowered:
+        return lower(planned, name_of(self.__wrapped__), self.settings.debug_nans)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Call `init_fn(*args)` so that every array is created with its sharding, never whole on one device.

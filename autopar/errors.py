@@ -75,6 +75,10 @@ class StageError(AutoparError, RuntimeError):
     """A stage of a running pipeline failed; the arguments of the step are unchanged."""
 
 
+class NanError(AutoparError, FloatingPointError):
+    """An operation of a step made a NaN (`debug_nans=True`); the message has its line, stage and microbatch."""
+
+
 class ProcessError(AutoparError, RuntimeError):
     """Another process of `jax.distributed` has ended, or is not connected any more: a step cannot go on."""
 

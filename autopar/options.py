@@ -52,6 +52,7 @@ class Options(TypedDict, total=False):
     time_limit: float | None
     gap: float
     progress: bool | None
+    debug_nans: bool | None
     remat: Literal["auto", "none", "dots", "full"]
     offload: Literal["auto", "none", "all"]
     num_microbatches: int | Literal["auto"]
@@ -77,6 +78,7 @@ class Settings:
     gap: float = memory_policy.GAP
     plan: Plan | None = None
     progress: bool | None = None
+    debug_nans: bool | None = None
     remat: str = "auto"
     offload: str = "auto"
     num_microbatches: int | str = "auto"
@@ -149,7 +151,10 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | Pin
         _is_one_of("auto", *RUNNABLE),
         ScheduleError,
     ),
-    "progress": ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
+    **dict.fromkeys(
+        ("progress", "debug_nans"),
+        ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
+    ),
     "plan": ("a Plan or the path of one", lambda value: value is None or isinstance(value, Plan), ArgumentError),
 }
 

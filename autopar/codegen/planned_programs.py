@@ -24,6 +24,7 @@ from autopar.codegen.stage_shardings import Values
 from autopar.codegen.unplanned_programs import UnplannedPrograms
 from autopar.codegen.value_numbering import ValueNumbers, key_of, number_values, renumber
 from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.graph import Graph
 from autopar.passes.microbatch.loop import Accumulator, StepPrograms
 from autopar.passes.microbatch.programs import AccumulatedValue
 from autopar.passes.stages.divide import Stages
@@ -54,6 +55,9 @@ class PlannedPrograms:
     totals: Mapping[int, tuple[int, AccumulatedValue]]
     programs: StepPrograms
     offloaded: frozenset[int] = frozenset()
+
+    def graph(self, stage: int) -> Graph:
+        return self.emitters[stage].graph
 
     def stored(self, stage: int) -> frozenset[Key]:
         """Keys of the arrays that programs of a stage leave for later ones, totals included."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from jax.sharding import NamedSharding
 
+from autopar.ir.graph import Graph
 from autopar.passes.microbatch.loop import Accumulator
 from autopar.passes.stages.divide import Stages
 from autopar.schedules.instructions import Kind
@@ -67,6 +68,10 @@ class StageShardings(Protocol):
 
 class ProgramBodies(Protocol):
     """The functions of programs; all are traced by JAX."""
+
+    def graph(self, stage: int) -> Graph:
+        """The graph whose operations the tags in a stage's programs name."""
+        ...
 
     def accumulator(self, stage: int, total: int) -> Accumulator:
         """How the parts of a total are accumulated over microbatches."""

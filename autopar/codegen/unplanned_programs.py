@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.codegen.layouts import Layouts
 from autopar.codegen.stage_shardings import Values
+from autopar.ir.graph import Graph
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import Accumulator, StepPrograms
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop
@@ -31,6 +32,9 @@ class UnplannedPrograms:
     stages: Stages
     meshes: tuple[Mesh, ...]
     layouts: Layouts
+
+    def graph(self, stage: int) -> Graph:
+        return self.stages.split.graph
 
     # Shardings
 

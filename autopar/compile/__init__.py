@@ -88,7 +88,7 @@ def _planned(call: Call, s: Settings) -> PlannedStep:
         if s.plan is not None:
             return _loaded(call, s, argnums.donating_no_more(s.plan, call.args, s))
         if call.local and jax.process_count() > 1:
-            options = repr(replace(s, progress=None))
+            options = repr(replace(s, progress=None, debug_nans=None))
             return planned_by_first(name, call, options, lambda: _chosen(call, s), lambda plan: _loaded(call, s, plan))
         return _chosen(call, s)
 

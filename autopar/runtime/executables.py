@@ -17,6 +17,7 @@ from autopar.codegen import emit as codegen
 from autopar.errors import ArgumentError
 from autopar.ir import arguments
 from autopar.plans.plan import Plan
+from autopar.runtime.nans import CheckedProgram, check_arguments, is_asked
 from autopar.runtime.planned_step import PlannedStep
 from autopar.runtime.processes import lost_processes_named
 from autopar.runtime.single_program import DISPATCH_LOCK, PipelineRunner, SingleMeshRunner
@@ -37,6 +38,7 @@ class Executable:
     _out_tree: Any
     _run: SingleMeshRunner | PipelineRunner
     _watched_as: str = ""  # name of the step in a warning that its first run does not end; empty: no warning
+    _debug_nans: bool = False
     _ran: threading.Event = field(default_factory=threading.Event)
 
     def as_text(self) -> str:
@@ -68,7 +70,10 @@ class Executable:
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Run the step on flat argument leaves and return the leaves of the results."""
         with DISPATCH_LOCK, self._guard():
-            return self._run(leaves) if self._ran.is_set() else self._first_run(leaves)
+            results = self._run(leaves) if self._ran.is_set() else self._first_run(leaves)
+            if self._debug_nans:
+                check_arguments(self.plan.input_paths, leaves, results)
+            return results
 
     def _guard(self) -> AbstractContextManager[None]:
         return nullcontext() if jax.process_count() == 1 else lost_processes_named()
@@ -104,6 +109,8 @@ class Lowered:
     _planned: PlannedStep
     _name: str = "the step"
     _shardings: tuple[NamedSharding, ...] = ()
+    _jaxpr: Any = None  # of the step on one mesh, if its results are to be searched for NaN
+    _debug_nans: bool = False
 
     def as_text(self) -> str:
         """The StableHLO; for a pipeline the operations of its stages."""
@@ -132,28 +139,41 @@ class Lowered:
         out_tree, mesh = self._planned.traced.out_tree, self._planned.mesh()
         platform = mesh.devices.flat[0].platform
         watched_as = f"{self._name} on {mesh.size} CPU devices" if platform == "cpu" and mesh.size > 1 else ""
+        run_plan = replace(self.plan, donated=()) if self._debug_nans else self.plan
         if self._planned.pipeline is not None:
-            step = self._planned.build(compiler_options)
+            step = self._planned.build(compiler_options, self._debug_nans)
             weak = tuple(i for i, aval in enumerate(self._planned.traced.out_avals) if aval.weak_type)
-            run = PipelineRunner(self.plan, step, step.argument_shardings, weak)
-            return Executable(self.plan, step.programs, out_tree, run, watched_as)
+            run = PipelineRunner(run_plan, step, step.argument_shardings, weak)
+            return Executable(self.plan, step.programs, out_tree, run, watched_as, self._debug_nans)
         required = codegen.compiler_options(self.plan, self._planned.traced.graph, platform)
         options = {**required, **(compiler_options or {})}
         compiled = jax_compat.compiled(self.jax_lowered, options)
-        run = SingleMeshRunner(self.plan, compiled, self._shardings)
-        return Executable(self.plan, {"step": compiled}, out_tree, run, watched_as)
+        graph, microbatches = self._planned.traced.graph, self.plan.num_microbatches
+        program = CheckedProgram(compiled, self._jaxpr, graph, microbatches) if self._debug_nans else compiled
+        run = SingleMeshRunner(run_plan, program, self._shardings)
+        return Executable(self.plan, {"step": compiled}, out_tree, run, watched_as, self._debug_nans)
 
 
 @jax_compat.automatic_axes()
-def lower(planned: PlannedStep, name: str) -> Lowered:
-    """Lower a planned step for the devices of this process; `name`: of the step, in warnings."""
+def lower(planned: PlannedStep, name: str, debug_nans: bool | None = None) -> Lowered:
+    """Lower a planned step for the devices of this process.
+
+    Args:
+        planned: the step.
+        name: of the step, in warnings.
+        debug_nans: the option; None: as JAX's own setting is.
+    """
+    checked = is_asked(debug_nans)
     if planned.pipeline is not None:
-        return Lowered(planned.plan, None, planned, name)
+        return Lowered(planned.plan, None, planned, name, _debug_nans=checked)
     mesh = planned.mesh()
     built = codegen.program(planned.traced.graph, planned.plan, planned.rules(), mesh, name)
     own = planned.traced.mesh
     if own is not None and dict(own.shape) == planned.target.logical.shape:
         typed = Mesh(mesh.devices, mesh.axis_names, axis_types=own.axis_types)
         built = replace(built, out_shardings=tuple(s.update(mesh=typed) for s in built.out_shardings))
-    lowered = built.jit().lower(*planned.traced.in_avals)
-    return Lowered(planned.plan, lowered, planned, name, built.in_shardings)
+    if checked:
+        built = replace(built, donated=())
+    traced = built.jit().trace(*planned.traced.in_avals)
+    jaxpr = traced.jaxpr if checked else None
+    return Lowered(planned.plan, traced.lower(), planned, name, built.in_shardings, jaxpr, checked)

@@ -89,7 +89,7 @@ class StepExecution:
                 _ACTIONS[i.op](self, i)
             except Exception as error:
                 ops = step.stages.stages[i.stage].passes[i.kind].ops if i.op == "run" else ()
-                raise failure(i.stage, str(i), error, step.stages.split.graph, ops) from error
+                raise failure(i.stage, str(i), error, step.stages.split.graph, ops, i.microbatch) from error
             if observer is not None:
                 observer(i, self.stash)
         self._updates()

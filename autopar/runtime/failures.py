@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.errors import StageError
+from autopar.errors import NanError, StageError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import CALLBACKS
 from autopar.passes.microbatch.programs import PlacedOp
 
 
-def failure(stage: int, what: str, error: Exception, graph: Graph, ops: Sequence[PlacedOp]) -> StageError:
-    """The error of a stage.
+def failure(
+    stage: int, what: str, error: Exception, graph: Graph, ops: Sequence[PlacedOp], microbatch: int | None = None
+) -> StageError | NanError:
+    """The error of a stage; a NanError stays one.
 
     Args:
         stage: its number.
@@ -23,7 +25,11 @@ def failure(stage: int, what: str, error: Exception, graph: Graph, ops: Sequence
         error: what JAX raised.
         graph: the step.
         ops: the operations of the program that failed.
+        microbatch: that it ran on.
     """
+    if isinstance(error, NanError):
+        of = "" if microbatch is None else f", microbatch {microbatch}"
+        return NanError(f"stage {stage}{of}, in {what}: {error}")
     lines = str(error).strip().splitlines() or [type(error).__name__]
     message = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
     walked = [op for placed in ops for op in placed.op.walk()]

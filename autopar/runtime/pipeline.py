@@ -28,7 +28,7 @@ from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import donated_to_updates
 from autopar.runtime.executor import FIRST_LOOP, PipelineStep
-from autopar.runtime.programs import ProgramKey, compile_programs, lower_programs
+from autopar.runtime.programs import LoweredProgram, ProgramKey, compile_programs, lower_programs
 from autopar.runtime.transport import Transport, place
 from autopar.schedules.complete import forward_only
 from autopar.schedules.pipeline import Schedule
@@ -45,6 +45,7 @@ def build(
     blocking: bool = False,
     donated: Collection[int] = (),
     prefix: str = "",
+    debug_nans: bool = False,
 ) -> PipelineStep:
     """Compile a step in stages for submeshes.
 
@@ -59,6 +60,7 @@ def build(
         blocking: wait for every instruction.
         donated: positions of arguments whose buffers updates may reuse.
         prefix: of the names of compiled modules.
+        debug_nans: search the results of every program for NaN; nothing is donated.
 
     Raises:
         ArgumentError: the schedule is not one for these stages.
@@ -74,13 +76,14 @@ def build(
             "compiler_options": compiler_options,
             "blocking": blocking,
             "prefix": FIRST_LOOP,
+            "debug_nans": debug_nans,
         }
         before = build(traced, stages.first_loop, first_schedule, meshes, **options)
     types = avals(traced, stages)
     shardings = programs_of(stages, tuple(meshes[rank] for rank in placement), types, layouts)
     stages = shardings.stages
-    donated_values = donated_to_updates(shardings, placement, donated)
-    compiled = compile_programs(shardings, shardings, types, donated_values, compiler_options, prefix)
+    donated_values = donated_to_updates(shardings, placement, () if debug_nans else donated)
+    compiled = compile_programs(shardings, shardings, types, donated_values, compiler_options, prefix, debug_nans)
     indices = tuple(
         tuple(place(np.int32(i), shardings.replicated(s)) for i in range(stages.split.count))
         for s in range(len(placement))
@@ -91,8 +94,8 @@ def build(
 
 def lower(
     traced: Traced, programs: PlannedPrograms, placement: Sequence[int], donated: Collection[int], platform: str
-) -> Iterator[tuple[ProgramKey, Any]]:
-    """Every program of planned stages and its lowering, without those of a loop that runs first.
+) -> Iterator[tuple[ProgramKey, LoweredProgram]]:
+    """Every program of planned stages, lowered, without those of a loop that runs first.
 
     Args:
         traced: the step.

@@ -68,8 +68,13 @@ class PlannedStep:
         assert self.pipeline is not None
         return meshes.submeshes(self.mesh(), [mesh.sizes for mesh in self.pipeline.meshes])
 
-    def build(self, compiler_options: Mapping[str, Any] | None = None) -> PipelineStep:
-        """The pipeline, compiled for the devices of this process; `compiler_options`: of XLA."""
+    def build(self, compiler_options: Mapping[str, Any] | None = None, debug_nans: bool = False) -> PipelineStep:
+        """The pipeline, compiled for the devices of this process.
+
+        Args:
+            compiler_options: of XLA.
+            debug_nans: search the results of every program for NaN; nothing is donated.
+        """
         assert self.pipeline is not None
         with jax_compat.no_mesh():
             # an error in a host callback is reported after its call has returned, unless each call is waited for
@@ -81,6 +86,7 @@ class PlannedStep:
                 "compiler_options": {**required, **(compiler_options or {})},
                 "blocking": blocking,
                 "donated": self.plan.donated,
+                "debug_nans": debug_nans,
             }
             return build(self.traced, self.pipeline.stages, self.pipeline.schedule, submeshes, **options)
 

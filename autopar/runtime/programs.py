@@ -27,9 +27,11 @@ from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.codegen.stage_shardings import ProgramBodies, StageShardings
+from autopar.ir.graph import Graph
 from autopar.passes.microbatch.loop import slice_block
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
 from autopar.passes.stages.graph import BEGIN
+from autopar.runtime.nans import CheckedProgram
 from autopar.runtime.transport import is_here
 from autopar.schedules.instructions import Kind
 
@@ -73,6 +75,7 @@ def compile_programs(
     donated: tuple[tuple[int, ...], ...],
     options: Mapping[str, Any] | None = None,
     prefix: str = "",
+    debug_nans: bool = False,
 ) -> CompiledPrograms:
     """Compile all programs of a step in stages.
 
@@ -83,12 +86,13 @@ def compile_programs(
         donated: per update, the arguments that are donated to it.
         options: of XLA's compiler.
         prefix: of the names of compiled modules.
+        debug_nans: search results for NaN; nothing is donated, and `donated` has to be empty.
     """
     stages = shardings.stages
     with ThreadPoolExecutor(THREADS) as pool:
         futures = {
-            key: pool.submit(_compiled_here, lowered, shardings.replicated(key[0]), options)
-            for key, lowered in lower_programs(shardings, functions, avals, donated, prefix=prefix)
+            key: pool.submit(program.compiled, shardings.replicated(key[0]), options)
+            for key, program in lower_programs(shardings, functions, avals, donated, None, prefix, debug_nans)
         }
     programs: Mapping[ProgramKey, Callable[..., Any]] = {key: future.result() for key, future in futures.items()}
     count = range(len(stages.stages))
@@ -113,9 +117,28 @@ class Absent:
         return self.results
 
 
-def _compiled_here(lowered: Any, submesh: NamedSharding, options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """A program, compiled if this process addresses a device of its submesh."""
-    return jax_compat.compiled(lowered, options) if is_here(submesh) else Absent(lowered.out_info)
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredProgram:
+    """A program before compilation.
+
+    Attributes:
+        lowered: the lowered object of JAX.
+        jaxpr: what was lowered.
+        graph: the operations that its tags name.
+        checked: search the results for NaN.
+    """
+
+    lowered: Any
+    jaxpr: Any
+    graph: Graph
+    checked: bool = False
+
+    def compiled(self, submesh: NamedSharding, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+        """The program, compiled if this process addresses a device of its submesh."""
+        if not is_here(submesh):
+            return Absent(self.lowered.out_info)
+        program = jax_compat.compiled(self.lowered, options)
+        return CheckedProgram(program, self.jaxpr, self.graph) if self.checked else program
 
 
 def lower_programs(
@@ -125,17 +148,19 @@ def lower_programs(
     donated: tuple[tuple[int, ...], ...],
     platform: str | None = None,
     prefix: str = "",
-) -> Iterator[tuple[ProgramKey, Any]]:
-    """Every program and its lowering, in an order in which each reads results of earlier ones.
+    debug_nans: bool = False,
+) -> Iterator[tuple[ProgramKey, LoweredProgram]]:
+    """Every program, lowered, in an order in which each reads results of earlier ones.
 
     Args:
         shardings, functions, avals, donated: as of `compile_programs`.
         platform: to lower for; None: that of the devices.
         prefix: of the names of compiled modules.
+        debug_nans: as of `compile_programs`.
     """
     stages = shardings.stages
     arguments = dict(zip(stages.split.graph.inputs, avals, strict=True))
-    lowering = _ProgramLowering(shardings, functions, donated, arguments, platform, prefix)
+    lowering = _ProgramLowering(shardings, functions, donated, arguments, platform, prefix, debug_nans)
     for key in program_order(stages):
         yield key, lowering.program(*key)
 
@@ -174,6 +199,7 @@ class _ProgramLowering:
         arguments: type of every argument.
         platform: to lower for; None: that of the devices.
         prefix: of the names of compiled modules.
+        debug_nans: the programs are to be searched for NaN, and nothing is donated to them.
         whole, blocks, value_types, sums, totals: types of the results of the programs so far.
     """
 
@@ -183,6 +209,7 @@ class _ProgramLowering:
     arguments: Mapping[int, Any]
     platform: str | None = None
     prefix: str = ""
+    debug_nans: bool = False
     whole: dict[tuple[int, int], Any] = field(default_factory=dict)
     blocks: dict[tuple[int, int], Any] = field(default_factory=dict)
     value_types: dict[int, Any] = field(default_factory=dict)
@@ -193,13 +220,13 @@ class _ProgramLowering:
     def stages(self) -> Stages:
         return self.shardings.stages
 
-    def program(self, stage: int, part: str | int) -> Any:
+    def program(self, stage: int, part: str | int) -> LoweredProgram:
         """A program of `program_order`; those before it are lowered."""
         if isinstance(part, int):
             return self.update(part)
         return self.begin(stage) if part == BEGIN else self.run(stage, cast(Kind, part))
 
-    def begin(self, stage: int) -> Any:
+    def begin(self, stage: int) -> LoweredProgram:
         """The program that runs before the passes of a stage."""
         reads, whole, blocks = begin_interface(self.stages, stage)
         passes, split, to = self.stages.stages[stage].passes, self.stages.split, self.shardings
@@ -221,25 +248,25 @@ class _ProgramLowering:
             tuple(to.blocks(stage, v) for v in blocks),
             {k: self._summed(stage, pass_) for k, pass_ in passes.items()},
         )
-        lowered = self._lower(
-            program_name((stage, BEGIN)),
+        program = self._lower(
+            (stage, BEGIN),
             begin,
             [self.arguments[v] for v in reads],
             tuple(to.argument(stage, v) for v in reads),
             out,
         )
-        values, stacks, sums = lowered.out_info
+        values, stacks, sums = program.lowered.out_info
         self.whole.update(((stage, v), a) for v, a in zip(whole, values, strict=True))
         self.blocks.update(((stage, v), a) for v, a in zip(blocks, stacks, strict=True))
         self.sums.update(((stage, k), a) for k, a in sums.items())
-        return lowered
+        return program
 
     def _summed(self, stage: int, pass_: Pass) -> tuple[NamedSharding | None, ...]:
         return tuple(
             None if self.stacks(stage, t.value) else self.shardings.total(stage, t.value) for t in pass_.totals
         )
 
-    def run(self, stage: int, kind: Kind) -> Any:
+    def run(self, stage: int, kind: Kind) -> LoweredProgram:
         """The program of one pass."""
         pass_ = self.stages.stages[stage].passes[kind]
 
@@ -268,16 +295,17 @@ class _ProgramLowering:
             tuple(self.blocks[stage, v] for v in pass_.blocks),
             tuple(self.value_types[v] for v in pass_.reads),
         )
-        name = program_name((stage, kind))
-        lowered = self._lower(name, run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,))
-        summed, parts, written = lowered.out_info
+        program = self._lower(
+            (stage, kind), run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,)
+        )
+        summed, parts, written = program.lowered.out_info
         self.value_types.update(zip(pass_.writes, written, strict=True))
         for total, carry, part in zip(pass_.totals, summed, parts, strict=True):
             stacks = self.stacks(stage, total.value)
             self.totals[total.value] = (part,) * self.stages.split.count if stacks else carry
-        return lowered
+        return program
 
-    def update(self, number: int) -> Any:
+    def update(self, number: int) -> LoweredProgram:
         """The program of one update."""
         update, donated = self.stages.updates.programs[number], self.donated[number]
         rest = not_donated(update.arguments, donated)
@@ -303,12 +331,16 @@ class _ProgramLowering:
             totals,
             tuple(self.value_types[v] for v in update.reads),
         )
-        name = program_name((update.stage, number))
-        lowered = self._lower(
-            name, run, types, shardings, tuple(to.update_result(number, v) for v in update.writes), donate=(0,)
+        program = self._lower(
+            (update.stage, number),
+            run,
+            types,
+            shardings,
+            tuple(to.update_result(number, v) for v in update.writes),
+            donate=(0,),
         )
-        self.value_types.update(zip(update.writes, lowered.out_info, strict=True))
-        return lowered
+        self.value_types.update(zip(update.writes, program.lowered.out_info, strict=True))
+        return program
 
     # Totals
 
@@ -329,19 +361,20 @@ class _ProgramLowering:
 
     def _lower(
         self,
-        name: str,
+        key: ProgramKey,
         function: Callable[..., Any],
         types: Sequence[Any],
         shardings: Any,
         out: Any,
         donate: tuple[int, ...] = (),
-    ) -> Any:
-        function.__name__ = f"{self.prefix}{name}".replace(", ", "_").replace(
-            " ", "_"
-        )  # the compiled module has it, for profilers
+    ) -> LoweredProgram:
+        # the compiled module has the name, for profilers
+        function.__name__ = f"{self.prefix}{program_name(key)}".replace(", ", "_").replace(" ", "_")
+        donate = () if self.debug_nans else donate
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=out, donate_argnums=donate, keep_unused=True)
         traced = jitted.trace(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(types)))
-        return traced.lower(lowering_platforms=(self.platform,) if self.platform else None)
+        lowered = traced.lower(lowering_platforms=(self.platform,) if self.platform else None)
+        return LoweredProgram(lowered, traced.jaxpr, self.functions.graph(key[0]), self.debug_nans)
 
 
 def not_donated(arguments: Sequence[int], donated: Sequence[int]) -> tuple[int, ...]:

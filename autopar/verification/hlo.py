@@ -26,6 +26,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from autopar import jax_compat
+from autopar.codegen.tags import last_tag
 from autopar.errors import MeshError
 from autopar.ir.collective import Collective
 from autopar.plans.comparison import group_size
@@ -51,17 +52,7 @@ _CALLEES = re.compile(
     r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation|called_computations)="
     r"(?:\{([^}]*)\}|(%?[\w.\-]+))"
 )
-_TAG = re.compile(r"(?:^|[/(;])(op\d+(?:\.in\d+)?|out\d+)(?=$|[/);])")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+?(\d+)\w*)\[([\d,<= ]*)\]")
-
-
-def last_tag(name: str) -> str:
-    """The innermost component of an operation's name path that is one of codegen's tags, or "".
-
-    A tag is "op12" (an equation), "op12.in0" (a copy for one of its operands) or "out3" (a copy for an output).
-    """
-    tags = _TAG.findall(name)
-    return tags[-1] if tags else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,11 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.stages import Lowered
 
+from autopar.codegen.tags import last_tag
 from autopar.errors import TraceError
 from autopar.ir.collective import Collective
 from autopar.plans.comparison import group_size
-from autopar.verification.hlo import file_line, last_tag
+from autopar.verification.hlo import file_line
 from autopar.verification.replica_groups import group_axes, permuted_axes
 
 COLLECTIVES = "builtin.module(func.func(sdy-reshard-to-collectives))"

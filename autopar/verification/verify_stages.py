@@ -120,7 +120,7 @@ def _emitted(planned: PlannedStep, programs: PlannedPrograms, backend: Backend) 
     placement = pipeline.schedule.pipeline.placement
     for (stage, part), program in lower(traced, programs, placement, planned.plan.donated, backend.platform):
         axes = Axes(planned.plan.mesh_names, pipeline.mesh(stage).sizes)
-        by_stage[stage][part] = backend.emit(program, axes, programs.emitters[stage].graph, needed)
+        by_stage[stage][part] = backend.emit(program.lowered, axes, programs.graph(stage), needed)
     return by_stage
 
 

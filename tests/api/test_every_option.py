@@ -125,6 +125,7 @@ OPTIONS: Mapping[str, tuple[Row, ...]] = {
     "time_limit": (Row(60.0, lambda s: s.plan.stages == s.default.stages),),
     "gap": (Row(0.0, no_slower),),
     "progress": (Row(True, lambda s: "step" in s.printed and s.plan.stages == s.default.stages),),
+    "debug_nans": (Row(True, lambda s: s.plan.stages == s.default.stages),),
     "remat": (
         *(Row(policy, lambda s, policy=policy: policy in s.plan.remat) for policy in ("dots", "full")),
         Row("none", lambda s: s.plan.remat == ()),

@@ -165,6 +165,11 @@ def a_process_that_dies() -> Mapping[str, Any]:
     return {}
 
 
+def an_infinite_batch() -> Any:
+    """The gradient is the product of an infinity and zero."""
+    return autopar.parallelize(loss_step, mesh=(DEVICES,), debug_nans=True)(W, np.where(X > 0.5, np.inf, X))
+
+
 CASES: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "one mesh": lambda: difference("mlp-toy", mesh=(2, 2)),
     "1f1b": lambda: difference("gpt-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
@@ -175,6 +180,7 @@ CASES: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "prefetched": prefetched_batches,
     "batch differs": lambda: refusal(a_batch_that_differs),
     "pin": lambda: refusal(a_pin_without_an_argument),
+    "nan": lambda: refusal(an_infinite_batch),
     "death": a_process_that_dies,
     "checkpoint": a_checkpoint,
     "forty": forty_steps,

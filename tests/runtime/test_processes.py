@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> Mapping[str, Mapping[str, An
 
 
 EQUAL = ("one mesh", "1f1b", "tied", "two stages each", "parts", "prefetched")
-REFUSED = ("batch differs", "pin", "functions")
+REFUSED = ("batch differs", "pin", "functions", "nan")
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,12 @@ def test_processes_that_plan_different_functions_are_told_so(two_processes: Mapp
     first, second = two_processes["functions"]["errors"]
     assert first == second
     assert "process 1 differs: the program of '<lambda>' there" in first
+
+
+def test_all_processes_name_the_line_that_made_a_nan(two_processes: Mapping[str, Mapping[str, Any]]) -> None:
+    first, second = two_processes["nan"]["errors"]
+    assert first == second
+    assert re.fullmatch(r"NanError: \w+ at launched_steps\.py:\d+ gives NaN: an operand is infinite", first)
 
 
 def test_a_process_that_dies_is_named_by_the_others_and_by_the_exit_status() -> None:

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.codegen.tags import last_tag
 from autopar.errors import MeshError
 from autopar.ir.collective import Collective
-from autopar.verification.hlo import collectives, last_tag, unknown_trip_counts
+from autopar.verification.hlo import collectives, unknown_trip_counts
 
 AXES, SIZES = ("x", "y"), (2, 4)
 
