@@ -21,7 +21,7 @@ import jax
 
 from autopar import argnums, jax_compat
 from autopar.compile.agreement import planned_by_first
-from autopar.compile.call import Call, in_bytes, ordinary_pins, warn, with_batch
+from autopar.compile.call import Call, in_bytes, ordinary_pins, warn, with_attention_of_cudnn, with_batch
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
@@ -117,11 +117,13 @@ def _with_origin(call: Call, s: Settings) -> PlannedStep:
     leafless = [arg if i in s.static_argnums else jax.tree.map(lambda _: 0, arg) for i, arg in enumerate(call.args)]
     structure = replace(call, args=leafless, local=False)  # the arrays of the call are not kept
 
-    def replan(changed: Settings, batches: int = 1) -> Plan:
+    def replan(changed: Settings, batches: int = 1, fused_attention: bool = False) -> Plan:
         with collector_paused(), reporting(name_of(structure.fn), changed.progress) as report:
             again = replace(structure, report=report)
             if batches > 1:
                 again = with_batch(again, changed, batches)
+            if fused_attention:
+                again = with_attention_of_cudnn(again, changed)
             return _with_origin(again, changed).plan
 
     with jax_compat.automatic_axes():

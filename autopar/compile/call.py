@@ -1,4 +1,4 @@
-"""A call that is to be planned, the same with a larger batch, and what settings mean for every kind of plan."""
+"""A call that is to be planned, the same with one thing changed, and what settings mean for every kind of plan."""
 
 from __future__ import annotations
 
@@ -77,16 +77,38 @@ def with_batch(call: Call, s: Settings, times: int) -> Call:
     if len(extents) != 1 or before.mesh is not None or call.context != jax_compat.trace_context():
         raise ArgumentError(f"{name_of(call.fn)} is not planned with another batch")
     avals = [_longer(aval, times) if i in leaves else aval for i, aval in enumerate(before.in_avals)]
-    positional, keywords = jax.tree.unflatten(before.in_tree, avals)
+    return _retraced(call, s, avals, f"a batch {times} times as large")
+
+
+def with_attention_of_cudnn(call: Call, s: Settings) -> Call:
+    """The call with `jax.nn.dot_product_attention` by cuDNN in place of XLA, traced anew.
+
+    Raises:
+        ArgumentError: there is none, shardings are in the types of the arguments, or JAX's settings are no longer those
+            of the first trace.
+        TraceError: the function does not take it, as with operands in float32.
+    """
+    if call.traced.mesh is not None or call.context != jax_compat.trace_context():
+        raise ArgumentError(f"{name_of(call.fn)} is not planned with attention of cuDNN")
+    with jax_compat.attention_by_cudnn() as is_called:
+        again = _retraced(call, s, call.traced.in_avals, "attention of cuDNN")
+    if not is_called():
+        raise ArgumentError(f"{name_of(call.fn)} has no jax.nn.dot_product_attention by XLA")
+    return again
+
+
+def _retraced(call: Call, s: Settings, avals: Sequence[Any], changed: str) -> Call:
+    """The call, traced anew for these arguments; TraceError if the function, or its state, does not take the change."""
+    before = call.traced
+    positional, keywords = jax.tree.unflatten(before.in_tree, list(avals))
     given = arguments.merge_static(call.args, s.static_argnums, positional)
     try:
         with arguments.node_context((positional, keywords)):
             traced = trace(call.fn, *given, static_argnums=s.static_argnums, **keywords)
-    except Exception as error:  # whatever the function raises for shapes that it was not written for
-        raise TraceError(f"{name_of(call.fn)} does not take a batch {times} times as large: {error}") from error
-    states = match_state(before.graph)
-    if traced.out_tree != before.out_tree or match_state(traced.graph) != states:
-        raise TraceError(f"the state of {name_of(call.fn)} depends on the size of the batch")
+    except Exception as error:  # whatever the function raises for what it was not written for
+        raise TraceError(f"{name_of(call.fn)} does not take {changed}: {error}") from error
+    if traced.out_tree != before.out_tree or match_state(traced.graph) != match_state(before.graph):
+        raise TraceError(f"{name_of(call.fn)} has another state with {changed}")
     return replace(call, traced=traced)
 
 

@@ -6,6 +6,7 @@
     schedule        ZB-H1, whose bubble is the smallest, in a pipeline with another one
     pins            none, if there are any
     batch           twice the examples, for which the step is traced again; compared by the time of an example
+    attention       that of cuDNN, on GPUs, in place of XLA's in `jax.nn.dot_product_attention`; traced again as well
 
 `hints` plans those that apply and keeps what fits and gains `LEAST_GAIN` of the step or more, the most first.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.text import size
 from autopar.options import Settings
@@ -31,9 +33,12 @@ SMALLEST_BUBBLE = "zb-h1"
 
 
 class Replan(Protocol):
-    """Plans the step with other options, and with `batches` times its batch. AutoparError if that has no plan."""
+    """Plans the step with other options, `batches` times its batch, or attention of cuDNN in place of XLA's.
 
-    def __call__(self, changed: Settings, batches: int = 1) -> Plan: ...
+    AutoparError if that has no plan.
+    """
+
+    def __call__(self, changed: Settings, batches: int = 1, fused_attention: bool = False) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,13 @@ class Change:
         applies: the options that change; None if it does not apply.
         said: what is said of them, by the plan under them.
         batches: how many times the batch is planned.
+        fused_attention: attention of cuDNN is planned.
     """
 
     applies: Callable[[Plan, Settings], Mapping[str, Any] | None]
     said: Callable[[Plan], str]
     batches: int = 1
+    fused_attention: bool = False
 
 
 def _memory(plan: Plan, s: Settings) -> Mapping[str, Any] | None:
@@ -76,6 +83,10 @@ def _pins(plan: Plan, s: Settings) -> Mapping[str, Any] | None:
     return {"pins": None} if s.pins else None
 
 
+def _attention(plan: Plan, s: Settings) -> Mapping[str, Any] | None:
+    return {} if s.cluster is not None and backend_of(s.cluster.device).name == "gpu" else None
+
+
 CHANGES = (
     Change(_memory, lambda plan: f"memory_budget={plan.memory_limit_bytes}, {size(plan.memory_limit_bytes)} a device"),
     Change(_mesh, lambda plan: f"mesh={dict(plan.mesh)}"),
@@ -83,6 +94,11 @@ CHANGES = (
     Change(_schedule, lambda plan: f"schedule={plan.schedule!r}"),
     Change(_pins, lambda plan: "no pins"),
     Change(lambda plan, s: {}, lambda plan: "twice the batch", batches=2),
+    Change(
+        _attention,
+        lambda plan: 'implementation="cudnn" in jax.nn.dot_product_attention',
+        fused_attention=True,
+    ),
 )
 
 
@@ -107,7 +123,7 @@ def _priced(plan: Plan, options: Settings, replan: Replan, examples: int) -> Ite
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", AutoparWarning)  # of a plan that the user did not ask for
-                after = replan(replace(options, plan=None, **options_of), change.batches)
+                after = replan(replace(options, plan=None, **options_of), change.batches, change.fused_attention)
         except AutoparError:  # this change has no plan
             continue
         saved_s = plan.step_time_s - after.step_time_s / change.batches

@@ -33,6 +33,7 @@ from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead 
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from autopar.jax_compat.partitioning import attention_by_cudnn as attention_by_cudnn
 from autopar.jax_compat.partitioning import described_gpu as described_gpu
 from autopar.jax_compat.partitioning import lacks_cudnn as lacks_cudnn
 from autopar.jax_compat.partitioning import partitioning_rule as partitioning_rule

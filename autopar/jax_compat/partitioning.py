@@ -70,12 +70,38 @@ def described_gpu() -> Iterator[None]:
     def answering(name: str, asked: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: (answers[name] if threading.get_ident() == thread else asked)(*args)
 
+    with _replaced(jax_cudnn, {name: answering(name, getattr(jax_cudnn, name)) for name in answers}):
+        yield
+
+
+@contextlib.contextmanager
+def attention_by_cudnn() -> Iterator[Callable[[], bool]]:
+    """Inside, and in this thread alone, `jax.nn.dot_product_attention` is that of cuDNN.
+
+    The result says whether a call asked for another implementation. Tried on 0.10.2 and 0.12.0.
+    """
+    thread, asked = threading.get_ident(), jax.nn.dot_product_attention
+    calls: list[None] = []
+
+    def attention(*args: Any, **options: Any) -> Any:
+        if threading.get_ident() != thread or options.get("implementation") == "cudnn":
+            return asked(*args, **options)
+        calls.append(None)
+        return asked(*args, **{**options, "implementation": "cudnn"})
+
+    with _replaced(jax.nn, {"dot_product_attention": attention}):
+        yield lambda: bool(calls)
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, a module has these functions; one thread at a time is."""
     with _GPU_LOCK:
-        before = {name: getattr(jax_cudnn, name) for name in answers}
+        before = {name: getattr(module, name) for name in functions}
         try:
-            for name, asked in before.items():
-                setattr(jax_cudnn, name, answering(name, asked))
+            for name, function in functions.items():
+                setattr(module, name, function)
             yield
         finally:
-            for name, asked in before.items():
-                setattr(jax_cudnn, name, asked)
+            for name, function in before.items():
+                setattr(module, name, function)

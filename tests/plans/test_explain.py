@@ -1,8 +1,14 @@
-"""Why values have their layouts, what others would cost, and two plans side by side."""
+"""Why values have their layouts, what others would cost, and two plans side by side.
+
+`python -m tests.plans.test_explain` times explanations of models of a billion parameters.
+"""
 
 from __future__ import annotations
 
 import html
+import statistics
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +24,9 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError
 from autopar.ir.layout import spec
-from autopar.ir.text import WIDTH, seconds
+from autopar.ir.text import WIDTH, seconds, table
+from autopar.plans import cache as plan_cache
+from autopar.plans.plan import Plan
 from autopar.plans.views.groups import label
 
 MESH = (2, 4)
@@ -334,6 +342,27 @@ def test_a_module_of_flax_is_traced_again_with_twice_the_batch() -> None:
     np.testing.assert_array_equal(before, model.kernel[...])
 
 
+CUDNN = 'implementation="cudnn" in jax.nn.dot_product_attention'
+
+
+def attention_hints(attention: str, cluster: str) -> list[float]:
+    """Predicted step times of the hint of cuDNN's attention, for a GPT with this attention on a preset."""
+    model = zoo.build("gpt-3m", seq=1024, batch=16, layers=2, dtype="bfloat16", attention=attention)
+    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(8,), cluster=cluster)
+    return [hint.step_time_s for hint in plan.hints() if hint.change == CUDNN]
+
+
+def test_attention_of_cudnn_is_planned_in_place_of_that_of_xla() -> None:
+    model = zoo.build("gpt-3m", seq=1024, batch=16, layers=2, dtype="bfloat16", attention="cudnn")
+    fused = autopar.plan(model.step, *model.abstract_args(), mesh=(8,), cluster="dgx-h100")
+    assert attention_hints("dot_product", "dgx-h100") == [pytest.approx(fused.step_time_s)]
+
+
+@pytest.mark.parametrize(("attention", "cluster"), [("naive", "dgx-h100"), ("dot_product", "tpu-v5e")])
+def test_attention_that_is_written_out_or_on_tpus_has_no_such_hint(attention: str, cluster: str) -> None:
+    assert attention_hints(attention, cluster) == []
+
+
 def test_a_plan_that_nothing_makes_faster_has_no_hints() -> None:
     shapes = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((32, 64), "float32")
     plan = autopar.plan(of_32, *shapes, mesh=(2,), cluster=dear((2,)))
@@ -351,3 +380,55 @@ def test_a_glob_over_leaves_of_several_depths_names_what_they_begin_with(plan):
     assert {entry.name.partition("/")[0] for entry in entries} == {path.partition("/")[0] for path in plan.input_paths}
     assert label(["opt/mu/blocks/0/w", "opt/mu/head"]) == "opt/mu/... x2"
     assert label(["opt/mu/blocks/0/w", "opt/mu/blocks/1/w"]) == "opt/mu/blocks/*/w x2"
+
+
+# Times
+
+TIMED: tuple[tuple[str, Any], ...] = (
+    ("gpt-1.3b", {}),
+    ("moe-1.3b", {}),
+    ("wresnet-1b", {}),
+    ("gpt-1.3b", {"memory_budget": "60%"}),
+    ("moe-1.3b", {"memory_budget": "60%"}),
+)
+GLOBS = ("*", "state/*", "opt/*", "params/*")
+SAMPLED = 7  # arguments whose layouts are solved again
+
+
+def explained_s(plan: Plan, name: str, *, exact: bool = False) -> float:
+    """Seconds until an explanation is there; of an exact one, per layout."""
+    began = time.perf_counter()
+    entries = plan.explain(name, exact=exact).entries
+    return (time.perf_counter() - began) / (max(1, sum(len(entry.alternatives) for entry in entries)) if exact else 1)
+
+
+def times_of(model: str, options: Any) -> Sequence[str]:
+    """A row of the table of times."""
+    built = zoo.build(model)
+    began = time.perf_counter()
+    plan = autopar.plan(built.step, *built.abstract_args(), cluster="dgx-h100", mesh=(8, 8), **options)
+    planned = time.perf_counter() - began
+    first = explained_s(plan, "params/*")
+    lines = [line for line in plan.time().lines if ".py:" in line]
+    params = [path for path in plan.input_paths if "params/" in path]
+    sampled = params[:: max(1, len(params) // SAMPLED)][:SAMPLED]
+
+    def both(times: Iterable[float]) -> str:
+        known = sorted(times)
+        return f"{statistics.median(known):.3f}, {known[-1]:.2f}"
+
+    return (
+        " ".join([model, *map(str, options.values())]),
+        f"{planned:.1f}",
+        f"{first:.2f}",
+        both(explained_s(plan, path) for path in plan.input_paths),
+        f"{max(explained_s(plan, name) for name in GLOBS):.2f}",
+        both(explained_s(plan, line) for line in lines),
+        both(explained_s(plan, path, exact=True) for path in sampled),
+    )
+
+
+if __name__ == "__main__":
+    HEADS = ("", "planning", "first", "by name", "globs", "by line", "exact, a layout")
+    with plan_cache.off():
+        print(table("seconds", HEADS, [times_of(*timed) for timed in TIMED]))
