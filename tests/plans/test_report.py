@@ -296,14 +296,15 @@ def test_memory_over_a_pipeline_reaches_the_peak_of_every_rank():
     args = model.abstract_args()
     for schedule in ("gpipe", "1f1b", "zb-h1"):
         plan = autopar.plan(model.step, *args, mesh=(2,), stages=2, num_microbatches=4, schedule=schedule)
-        levels = charts.memory_levels(plan)
-        for rank, stages in enumerate(plan.ranks):
-            times = [t for t, _ in levels[rank]]
+        for rank, levels in charts.memory_levels(plan).items():
+            (stage,) = plan.ranks[rank]
+            times = [level.seconds for level in levels]
             assert times == sorted(times)
             assert times[-1] == plan.step_time_s
-            kinds = sum(sum(stage.memory.values()) for stage in stages)
-            assert max(nbytes for _, nbytes in levels[rank]) == pytest.approx(kinds)
-            assert levels[rank][0][1] == pytest.approx(levels[rank][-1][1])
+            assert max(level.nbytes for level in levels) == pytest.approx(sum(stage.memory.values()))
+            at_rest = {kind: nbytes for kind, nbytes in stage.memory.items() if kind != "residuals"}
+            assert {kind: nbytes for kind, nbytes in levels[0].kinds.items() if nbytes} == at_rest
+            assert levels[-1].kinds == pytest.approx(levels[0].kinds)
 
 
 def measured(name, sizes, options):

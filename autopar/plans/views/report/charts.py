@@ -10,7 +10,9 @@ Colours are positions in a palette; the page has a palette for light and one for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.ir.text import seconds, size
@@ -216,22 +218,44 @@ def _kinds(stage: Stage, unit: float) -> Iterator[Figure]:
 
 
 def _ranks(plan: PlanRecord, unit: float) -> Iterator[Figure]:
-    """A line for each rank."""
+    """A line for each rank, whose points name the bytes of each kind."""
     for rank, levels in memory_levels(plan).items():
         yield {
             "type": "scatter",
             "mode": "lines",
             "line": {"shape": "hv", "width": 2, "color": rank % PALETTE_SIZE},
             "name": f"rank {rank}",
-            "x": [t * MILLI for t, _ in levels],
-            "y": [nbytes / unit for _, nbytes in levels],
-            "customdata": [[size(nbytes), seconds(t)] for t, nbytes in levels],
-            "hovertemplate": "%{customdata[0]} at %{customdata[1]}<extra>%{fullData.name}</extra>",
+            "x": [level.seconds * MILLI for level in levels],
+            "y": [level.nbytes / unit for level in levels],
+            "customdata": [[size(level.nbytes), seconds(level.seconds), _of_kinds(level)] for level in levels],
+            "hovertemplate": "%{customdata[0]} at %{customdata[1]}<br>%{customdata[2]}<extra>%{fullData.name}</extra>",
         }
 
 
-def memory_levels(plan: PlanRecord) -> Mapping[int, list[tuple[float, float]]]:
-    """Rank -> (seconds from the start of the step, bytes per device from then on), as the schedule runs.
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a device of a rank has in memory from a moment on.
+
+    Attributes:
+        seconds: from the start of the step.
+        kinds: kind of tensor -> bytes.
+    """
+
+    seconds: float
+    kinds: Mapping[str, float]
+
+    @property
+    def nbytes(self) -> float:
+        return sum(self.kinds.values())
+
+
+def _of_kinds(level: Level) -> str:
+    largest = sorted((kind for kind, nbytes in level.kinds.items() if nbytes), key=lambda kind: -level.kinds[kind])
+    return ", ".join(f"{kind} {size(level.kinds[kind])}" for kind in largest)
+
+
+def memory_levels(plan: PlanRecord) -> Mapping[int, list[Level]]:
+    """Rank -> its levels, as the schedule runs.
 
     A microbatch keeps its residuals from the start of its forward pass to the end of the last pass that reads them, in
     equal shares of the peak of its stage. All other kinds count throughout.
@@ -239,7 +263,7 @@ def memory_levels(plan: PlanRecord) -> Mapping[int, list[tuple[float, float]]]:
     schedule, simulation = simulated(plan)
     last = "W" if schedule.pipeline.split else "B"
     before = plan.parts.get("first loop", 0.0)
-    levels: dict[int, list[tuple[float, float]]] = {}
+    levels: dict[int, list[Level]] = {}
     for rank, instructions in enumerate(schedule.lists):
         changes: list[tuple[float, int, int]] = []  # (seconds, change of the live microbatches, stage)
         for i, start, end in zip(instructions, simulation.starts[rank], simulation.ends[rank], strict=True):
@@ -248,26 +272,25 @@ def memory_levels(plan: PlanRecord) -> Mapping[int, list[tuple[float, float]]]:
             if i.op == "run" and i.kind == last:
                 changes.append((before + end, -1, i.stage))
         levels[rank] = _levels(plan.ranks[rank], [plan.stages.index(s) for s in plan.ranks[rank]], sorted(changes))
-        levels[rank].append((plan.step_time_s, levels[rank][-1][1]))
+        levels[rank].append(replace(levels[rank][-1], seconds=plan.step_time_s))
     return levels
 
 
-def _levels(
-    stages: Sequence[Stage], numbers: Sequence[int], changes: Sequence[tuple[float, int, int]]
-) -> list[tuple[float, float]]:
-    """(seconds, bytes) after each change."""
-    most = dict.fromkeys(numbers, 1)
-    live = dict.fromkeys(numbers, 0)
+def _levels(stages: Sequence[Stage], numbers: Sequence[int], changes: Sequence[tuple[float, int, int]]) -> list[Level]:
+    """The levels after each change."""
+    counts = [dict.fromkeys(numbers, 0)]  # the live microbatches of each stage
     for _, change, number in changes:
-        live[number] += change
-        most[number] = max(most[number], live[number])
-    share = {n: stage.memory.get("residuals", 0) / most[n] for n, stage in zip(numbers, stages, strict=True)}
-    nbytes = float(sum(sum(s.memory.values()) - s.memory.get("residuals", 0) for s in stages))
-    levels = [(0.0, nbytes)]
-    for t, change, number in changes:
-        nbytes += change * share[number]
-        levels.append((t, nbytes))
-    return levels
+        counts.append({**counts[-1], number: counts[-1][number] + change})
+    most = {n: max(1, *(live[n] for live in counts)) for n in numbers}
+
+    def level(seconds: float, live: Mapping[int, int]) -> Level:
+        kinds = Counter[str]()
+        for n, stage in zip(numbers, stages, strict=True):
+            share = {"residuals": live[n] / most[n]}
+            kinds.update({kind: nbytes * share.get(kind, 1) for kind, nbytes in stage.memory.items()})
+        return Level(seconds, kinds)
+
+    return [level(t, live) for t, live in zip((0.0, *(t for t, _, _ in changes)), counts, strict=True)]
 
 
 def _unit(plan: PlanRecord) -> tuple[float, str]:
