@@ -15,6 +15,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import jax
 
@@ -25,6 +26,9 @@ from autopar.ir.graph import graph_hash
 from autopar.plans.plan import Plan, from_json
 from autopar.plans.validation.schema import parsed
 from autopar.runtime.planned_step import PlannedStep
+
+#: Note of a pipeline in several processes.
+TRANSPORT = "between processes, arrays move by collective permutations in programs over both submeshes, each byte once"
 
 
 def planned_by_first(
@@ -54,7 +58,7 @@ def planned_by_first(
     answer: dict[str, str] = {}
     try:
         _compare(programs)
-        step = plan()
+        step = _with_transport(plan())
         answer = {"plan": step.plan.to_json()}
     except BaseException as error:
         answer = {"error": type(error).__name__, "text": str(error)}
@@ -62,6 +66,13 @@ def planned_by_first(
     finally:
         talk.from_first("plan", lambda: zlib.compress(json.dumps(answer).encode()))
     return step
+
+
+def _with_transport(step: PlannedStep) -> PlannedStep:
+    """The step, with a note of what moves arrays between the processes of a pipeline."""
+    if not step.plan.pipelined:
+        return step
+    return replace(step, plan=replace(step.plan, notes=(*step.plan.notes, TRANSPORT)))
 
 
 def _compare(programs: Sequence[Mapping[str, str]]) -> None:

@@ -22,6 +22,7 @@ from autopar import jax_compat
 from autopar.bench.equal import case as equal_case
 from autopar.bench.equal.pipeline_case import BATCH
 from autopar.bench.processes.soak import memory
+from autopar.compile.agreement import TRANSPORT
 from autopar.errors import AutoparError
 
 DEVICES = 4
@@ -38,6 +39,7 @@ def difference(model: str, **options: Any) -> Mapping[str, Any]:
         "state": numbers.leaf,
         "wrong": [*wrong, *ours.habits],
         "stages": len(ours.plan.stages),
+        "transport": TRANSPORT in ours.plan.notes,
     }
 
 

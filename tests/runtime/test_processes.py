@@ -65,6 +65,13 @@ def test_steps_of_two_processes_are_those_of_one_device(
     assert not row.get("wrong")
 
 
+def test_a_note_says_what_moves_arrays_between_processes(
+    two_processes: Mapping[str, Mapping[str, Any]],
+) -> None:
+    assert two_processes["1f1b"]["transport"]
+    assert not two_processes["one mesh"]["transport"]
+
+
 def test_a_pipeline_s_checkpoint_is_restored_onto_one_mesh_and_in_one_process(
     two_processes: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> None:
