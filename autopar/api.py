@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
@@ -249,7 +249,8 @@ def restore_checkpoint(path: str | os.PathLike[str], like: Any) -> Any:
     Args:
         path: the folder that `save_checkpoint` was given.
         like: a pytree of arrays or `jax.ShapeDtypeStruct`s with shardings, or a parallelized function that is planned
-            for the state: call its `plan` first.
+            for the state: call its `plan` first. Layers that are stacked in one tree, as for a scan, and apart in the
+            other are stacked or taken apart: "blocks/3/w" is row 3 of "blocks/w".
 
     Returns:
         The pytree, in the shardings of `like`.
@@ -259,7 +260,15 @@ def restore_checkpoint(path: str | os.PathLike[str], like: Any) -> Any:
         ArgumentError: `like` is a function that has no plan.
     """
     folder = os.fspath(path)
-    wanted = like.planned_like(checkpoints.saved_names(folder)) if isinstance(like, ParallelFunction) else like
+    if not isinstance(like, ParallelFunction):
+        return checkpoints.restore(folder, like)
+    wanted = next((arg for arg in like.planned_arguments() if checkpoints.is_saved(folder, arg)), None)
+    if wanted is None:
+        names = checkpoints.saved_names(folder)
+        raise ArgumentError(
+            f"{name_of(like.__wrapped__)} has no plan with an argument of {len(names)} leaves such as "
+            f"{', '.join(map(repr, names[:2]))}. Call its plan(...) first, or pass a tree with shardings."
+        )
     return checkpoints.restore(folder, wanted)
 
 
@@ -361,23 +370,13 @@ class ParallelFunction:
         """The plan of the last structure that was planned; None if there is none."""
         return next((planned.plan for planned in reversed(self._planned_steps.values())), None)
 
-    def planned_like(self, names: Collection[str]) -> Any:
-        """The planned argument whose leaves have these paths, as `ShapeDtypeStruct`s with their shardings.
-
-        Raises:
-            ArgumentError: no argument of a plan has such leaves.
-        """
+    def planned_arguments(self) -> Iterator[Any]:
+        """The arguments of all plans, the last plan's first, as `ShapeDtypeStruct`s with their shardings."""
         for planned in reversed(self._planned_steps.values()):
             pairs = zip(planned.traced.in_avals, planned.argument_shardings(), strict=True)
             leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=s) for aval, s in pairs]
             args, kwargs = jax.tree.unflatten(planned.traced.in_tree, leaves)
-            for argument in (*args, *kwargs.values()):
-                if {*checkpoints.names(argument)} == {*names}:
-                    return argument
-        raise ArgumentError(
-            f"{name_of(self.__wrapped__)} has no plan with an argument of {len(names)} leaves such as "
-            f"{', '.join(map(repr, sorted(names)[:2]))}. Call its plan(...) first, or pass a tree with shardings."
-        )
+            yield from (*args, *kwargs.values())
 
     def batch_shardings(self, batch: Any) -> batches.Shardings | None:
         """Where compiled steps take the leaves of a batch (None: on the host); None if none is compiled for it."""

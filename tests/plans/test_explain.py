@@ -414,8 +414,8 @@ def times_of(model: str, options: Any) -> Sequence[str]:
     sampled = params[:: max(1, len(params) // SAMPLED)][:SAMPLED]
 
     def both(times: Iterable[float]) -> str:
-        known = sorted(times)
-        return f"{statistics.median(known):.3f}, {known[-1]:.2f}"
+        ordered = sorted(times)
+        return f"{statistics.median(ordered):.3f}, {ordered[-1]:.2f}"
 
     return (
         " ".join([model, *map(str, options.values())]),
