@@ -249,8 +249,8 @@ def restore_checkpoint(path: str | os.PathLike[str], like: Any) -> Any:
     Args:
         path: the folder that `save_checkpoint` was given.
         like: a pytree of arrays or `jax.ShapeDtypeStruct`s with shardings, or a parallelized function that is planned
-            for the state: call its `plan` first. Layers that are stacked in one tree, as for a scan, and apart in the
-            other are stacked or taken apart: "blocks/3/w" is row 3 of "blocks/w".
+            for the state: call its `plan` first. Layers may be stacked, as for a scan, in one of the trees alone:
+            "blocks/3/w" is row 3 of "blocks/w".
 
     Returns:
         The pytree, in the shardings of `like`.
