@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +68,7 @@ class Context:
         """
         summed = [i for i, axis in enumerate(lead) if target[axis] != PARTIAL]
         if len(summed) > 1 and len(summed) == len(lead):
-            array = array.reshape(-1, *array.shape[len(lead) :])
+            array = array.reshape(math.prod(array.shape[: len(lead)]), *array.shape[len(lead) :])
             names = tuple(self.names[axis] for axis in lead)
             rest = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
             array = jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(names, *rest)))

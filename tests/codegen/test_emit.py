@@ -274,3 +274,18 @@ def test_a_reduction_of_pieces_begins_with_its_value(combine: Any) -> None:
     step = parallelize(fn, mesh=(8,), cluster=dear((8,)), pins={"x": P("x")}, donate_argnums=())
     assert [c.kind for c in step.plan(x, w).collectives] == ["all-to-all"]
     np.testing.assert_array_equal(np.asarray(step(x, w)), -0.5)
+
+
+def test_partial_sums_of_arrays_without_elements() -> None:
+    """Partial along both axes, so that their leading dimensions are merged; no other extent can be inferred."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.einsum("bcd,czd->bz", x, w)[:, ::2]).mean(0).sum()
+
+    def step(w: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: loss(w, x))
+        return gradient(w) + jax.jvp(gradient, (w,), (jnp.ones_like(w),))[1]
+
+    w, x = np.zeros((1, 4, 0), np.float32), np.ones((16, 1, 0), np.float32)
+    run = parallelize(step, mesh=(2, 4), cluster=dear((2, 4)), donate_argnums=())
+    assert run(w, x).shape == w.shape
