@@ -49,10 +49,11 @@ class CheckedProgram:
         Raises:
             NanError: with the operation that made a NaN, and its source line.
         """
-        with jax.debug_nans(False), jax_compat.no_mesh():
+        with jax.debug_nans(False):
             results = self.program(*operands)
             if any(map(holds_nan, jax.tree.leaves(results))):
-                origin = _Search().origin(self.jaxpr, jax.tree.leaves(operands))
+                with jax_compat.no_mesh():
+                    origin = _Search().origin(self.jaxpr, jax.tree.leaves(operands))
                 if origin is not None:
                     raise NanError(self._text(origin))
         return results
@@ -166,10 +167,15 @@ class _Search(OneByOne):
         return array
 
     def origin(self, jaxpr: Any, operands: Sequence[Any]) -> _Origin | None:
-        """The equation that made the first NaN of the results; None: an operand has it."""
-        array = next((x for x in self.evaluate(jaxpr, operands) if holds_nan(x)), None)
+        """The equation that made a NaN of the results; None: operands have all of them."""
+        results = filter(holds_nan, self.evaluate(jaxpr, operands))
+        origins = (self._origin_of(array, operands) for array in results)
+        return next((origin for origin in origins if origin is not None), None)
+
+    def _origin_of(self, array: Any, operands: Sequence[Any]) -> _Origin | None:
+        """The equation that made a NaN of an array; None: an operand of the program has it."""
         reader: _Origin | None = None
-        while array is not None and not any(array is x for x in operands):
+        while not any(array is x for x in operands):
             if id(array) in self.sources:
                 array = self.sources[id(array)][1][0]
             elif id(array) in self.made:

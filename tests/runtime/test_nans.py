@@ -174,3 +174,9 @@ def test_as_jax_s_own_setting_is() -> None:
 def test_without_it_a_step_returns_nan() -> None:
     _, loss = autopar.parallelize(trained(logarithm), **ONE_MESH)(*arguments())
     assert np.isnan(loss)
+
+
+def test_a_nan_that_is_made_is_named_beside_one_that_an_argument_has() -> None:
+    step = autopar.parallelize(lambda w, x: (w + 1, jnp.log(x)), debug_nans=True, **ONE_MESH)
+    with pytest.raises(NanError, match=r"^log at test_nans\.py:\d+ gives NaN: no operand holds NaN$"):
+        step(np.full(WIDTH, np.nan, np.float32), -np.ones((EXAMPLES, WIDTH), np.float32))
