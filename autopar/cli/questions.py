@@ -127,7 +127,8 @@ def _written(plan: Plan, output: Path, as_json: bool) -> None:
     if as_json:
         show({"written_to": str(output), "stages": len(plan.stages), "step_time_s": plan.step_time_s})
     else:
-        say(f"{len(plan.stages)} stages, {plan.step_time_s:.6g} s per step, written to {output}")
+        stages = f"{len(plan.stages)} stages, " if plan.pipelined else ""
+        say(f"{stages}{plan.step_time_s:.6g} s per step, written to {output}")
 
 
 def _changes(changes: Sequence[str], pins: Mapping[str, Any], hosts: int | None) -> dict[str, Any]:
