@@ -47,8 +47,8 @@ from autopar.verification.profile.measure import profile
 def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]) -> Any:
     """Plan, compile and run a train step, or another function that `jax.jit` accepts, on many devices.
 
-    A decorator, `@parallelize` or `@parallelize(mesh=(2, 4))`, or a function, `parallelize(fn, mesh=(2, 4))`. The
-    first call with given shapes plans and compiles. Later calls run the compiled program.
+    `@parallelize`, `@parallelize(mesh=(2, 4))` or `parallelize(fn, mesh=(2, 4))`. The first call with given shapes
+    plans and compiles; later calls run the compiled program.
 
     Args:
         fn: the function; without it, `parallelize` returns a decorator.
@@ -56,60 +56,49 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             (as many hosts as `mesh` needs), "dgx-h100:4" (hosts) or "cluster.toml". None: the local devices
             (`Cluster.local`), or for `autopar.plan` with a given mesh the preset "dgx-h100".
         mesh: a jax `Mesh` or `AbstractMesh`, a tuple of axis sizes, or `{axis name: size}`, of as many devices as
-            `cluster` has. None: candidates are all factorizations of the number of devices into one or two axes, and
-            the prime factorization if it has three factors. An Explicit mesh in the program is the only candidate,
-            and so is the mesh of a `shard_map`.
-        batch_argnums: positions of the arguments that contain the batch, which is dimension 0 of each of their leaves.
-            "auto": the arguments that are not state.
+            `cluster` has. None: all factorizations of the number of devices into one or two axes, and the prime
+            factorization if it has three factors. An Explicit mesh in the program, or that of a `shard_map`, is used.
+        batch_argnums: positions of the arguments whose leaves have the batch as dimension 0. "auto": all but the state.
         donate_argnums: positions of the arguments whose buffers the step may reuse. "auto": the state, which is every
             argument leaf that the step returns with the same path or position, shape and dtype. With `plan`, only
             leaves that the plan donates are donated. Use of a donated array raises `DonatedError` with its path.
-        static_argnums: positions of arguments that are not traced, as in `jax.jit`. They must be hashable. Arrays of a
-            static module would become constants of the program, so that modules must not be static.
-        memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", "80%" of the memory
-            of a device, or "min" for the plan with the least peak, with `stages` over all devices. If no plan fits,
-            `MemoryBudgetError` is raised. None: nine tenths of the memory of a device; if no plan fits, the plan that
-            exceeds it least is used, with a warning.
+        static_argnums: positions of arguments that are not traced, as in `jax.jit`: hashable, and no modules.
+        memory_budget: bound on the predicted peak memory per device: bytes, "12GiB", "80%" of a device's memory, or
+            "min" for the least peak, with `stages` over all devices; `MemoryBudgetError` if no plan fits. None: nine
+            tenths of a device's memory; if none fits, the plan that exceeds it least, with a warning.
         pins: `{key: PartitionSpec}` (or `NamedSharding` for its spec), layouts that every plan keeps. Keys are globs of
             paths of argument leaves; "arg:i", "out:i", where i counts the array leaves of all arguments or results; the
             roles "params", "opt" and "batch"; "activations at model.py:30" or "products at model.py:30", what the
             forward pass computes at a source line; "stage 1: params/*", one of these in one stage. A later pin
             overrides an earlier one. `autopar.pins` has strategies by name.
-        solver: "auto": bounds and variable elimination, then the ILP with HiGHS for what these leave open. "cbc" and
-            "highs": always the ILP, with this solver.
-        time_limit: seconds for planning, all candidate meshes, recomputation and offloading included. After it the
-            best plan so far is used, with a warning that states its gap. None: about the compilation time, at least 5.
-        gap: relative gap between the step time and the lower bound on all plans of all candidate meshes at which the
-            search ends. 0 requires a proof of optimality.
+        solver: "auto": bounds and elimination, then HiGHS for what they leave open. "cbc", "highs": always the ILP.
+        time_limit: seconds for planning, all meshes, recomputation and offloading included. After it the best plan so
+            far is used, with a warning that states its gap. None: about the compilation time, at least 5.
+        gap: relative gap between step time and lower bound at which the search ends. 0 requires a proof of optimality.
         plan: a `Plan`, or the path of a saved one, that replaces planning.
         progress: print to stderr what is planned or explained, and bounds. None: in a terminal, after two seconds.
         debug_nans: raise `NanError` for a NaN among the results that no argument holds, with the source line of the
-            operation that made it, its stage and microbatch. Each program of the step is waited for, and runs again
-            operation by operation if it gives NaN. Nothing is donated, so that old and new state are in memory at once.
-            None: as JAX's setting `jax_debug_nans` is when the step is compiled.
+            operation that made it, its stage and microbatch. Nothing is donated, each program of the step is waited
+            for, and one that gives NaN runs again by operations. None: as `jax_debug_nans` is at compilation.
         remat: results of the forward pass that the backward pass recomputes (Chen et al., 2016). "none". "dots": in
             each layer all but those of matrix products and convolutions. "full": everything in a layer, from the inputs
             of the layer. "auto": nothing, unless memory requires it; then the policy with the shortest step, in as few
-            layers as suffice; with a number of `stages`, in stages that do not fit. `jax.checkpoint` in `fn` is kept.
+            layers, or stages by number, as suffice. `jax.checkpoint` in `fn` is kept.
         offload: optimizer state in host memory between steps (ZeRO-Offload, Ren et al., 2021). "none". "all": every
-            donated leaf that only the update reads, such as the moments of Adam. "auto": none, unless memory requires
-            it and the copies take less time than recomputation; with a number of `stages`, in stages that do not fit.
-            Requires a backend with memory of the kind `pinned_host`, and the cluster's `host_bandwidth` and
-            `host_memory_bytes`.
-        num_microbatches: parts of the batch that are computed one after the other, with gradients and metrics
-            accumulated (GPipe, Huang et al., 2019). The result is that of the whole batch. A step whose examples depend
-            on each other raises `MicrobatchError` with the source line. "auto": 1; with `stages` two per stage, or the
-            next number that divides the batch, or 1 where examples depend on each other, which a note states.
+            donated leaf that only the update reads. "auto": none, unless memory requires it and copies take less time
+            than recomputation. Requires memory of the kind `pinned_host`, and `host_bandwidth` and `host_memory_bytes`.
+        num_microbatches: parts of the batch, computed one after the other, with gradients and metrics accumulated to
+            those of the whole batch (GPipe, Huang et al., 2019). `MicrobatchError` if examples depend on each other.
+            "auto": 1; with `stages` two per stage, or the next number that divides the batch, or 1 if they depend.
         stages: pipeline stages: runs of layers with about equal FLOPs, each on a submesh, which is a range of the
             devices or a slice of `mesh` along its first axis. "search": stages, submeshes, microbatches, schedule and
             recomputation are optimized together (Alpa, Zheng et al., 2022, section 5); the result may be one stage.
-            With `mesh`, `memory_budget="min"` or `offload="all"` nothing is searched: a warning says so, and there is
-            one stage. "auto": "search" without `mesh` if the cluster has several hosts, or if `memory_budget` and
-            `num_microbatches` are not given and the step as written needs more than twice the memory of all devices;
-            otherwise 1.
-        schedule: order of the passes of each stage: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" (two stages per
-            submesh), "zb-h1" or "inference"; "none" is for one stage. "auto": "1f1b", or "inference" without a backward
-            pass; if stages are searched, the best of "1f1b", "eager-1f1b" and "gpipe".
+            With `mesh`, `memory_budget="min"` or `offload="all"` there is one stage, with a warning. "auto": "search"
+            without `mesh` if the cluster has several hosts, or if `memory_budget` and `num_microbatches` are not given
+            and the step as written needs more than twice the memory of all devices; otherwise 1.
+        schedule: order of the passes: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" (two stages per submesh),
+            "zb-h1" or "inference"; "none" is for one stage. "auto": "1f1b", or "inference" without a backward pass; if
+            stages are searched, the best of "1f1b", "eager-1f1b" and "gpipe".
         per_microbatch: globs of source lines ("model.py:30"), scopes of `jax.named_scope` or primitives whose totals
             over the batch may be replaced by those of each microbatch, as of batch norm; "*": all.
 
@@ -117,9 +106,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         A `ParallelFunction`, which is called like `fn`.
 
     Raises:
-        ArgumentError: `fn` is no function, or an option is unknown or has an invalid value.
-        PinError: `pins` is no mapping from text. The first call raises it for a pin that names nothing or does not fit.
-        ScheduleError: the schedule is unknown, or does not fit `stages`.
+        ArgumentError, ScheduleError: `fn` is no function, or an option is unknown or has an invalid value.
+        PinError: `pins` is no mapping from text; at the first call, a pin names nothing or does not fit.
         PlanMismatchError: the file named by `plan` contains no valid plan.
     """
     if fn is None:

@@ -17,11 +17,11 @@ from autopar.codegen import emit as codegen
 from autopar.errors import ArgumentError
 from autopar.ir import arguments
 from autopar.plans.plan import Plan
-from autopar.runtime.nans import CheckedProgram, check_arguments, is_asked
+from autopar.runtime.faults.nans import CheckedProgram, check_arguments, is_asked
+from autopar.runtime.faults.watch import patience, warn_if_slow
 from autopar.runtime.planned_step import PlannedStep
 from autopar.runtime.processes import lost_processes_named
 from autopar.runtime.single_program import DISPATCH_LOCK, PipelineRunner, SingleMeshRunner
-from autopar.runtime.watch import patience, warn_if_slow
 
 
 @dataclass(frozen=True, eq=False)

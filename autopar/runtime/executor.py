@@ -33,7 +33,7 @@ from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.stages.divide import Stages, Transfer
 from autopar.passes.stages.graph import BEGIN
-from autopar.runtime.failures import failure
+from autopar.runtime.faults.failures import failure
 from autopar.runtime.lowered_schedule import ArgumentSource, LoweredSchedule, LoweredUpdate, lower_schedule
 from autopar.runtime.programs import CompiledPrograms, ProgramKey, program_name
 from autopar.runtime.transport import Transport, absent, everywhere, is_here, place

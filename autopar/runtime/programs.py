@@ -31,7 +31,7 @@ from autopar.ir.graph import Graph
 from autopar.passes.microbatch.loop import slice_block
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
 from autopar.passes.stages.graph import BEGIN
-from autopar.runtime.nans import CheckedProgram
+from autopar.runtime.faults.nans import CheckedProgram
 from autopar.runtime.transport import is_here
 from autopar.schedules.instructions import Kind
 

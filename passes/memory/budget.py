@@ -124,8 +124,7 @@ def optimize_within(
     The gap is certified against the problem without symmetry reduction and with all rows.
 
     Args:
-        problem: the problem without symmetry reduction.
-        source: its memory rows.
+        problem, source: the problem without symmetry reduction, and its memory rows.
         budget: limit on the peak (bytes per device).
         solver: "auto", or "cbc" or "highs" to solve by ILP alone, with rows added as solutions violate them.
         time_limit: s.
@@ -153,17 +152,9 @@ def optimize_within(
     begin = time.monotonic()
     if free is None:
         free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
+    lower, end = free.lower_bound, begin + time_limit
     state = SearchState(
-        problem,
-        source,
-        budget,
-        gap,
-        begin + time_limit,
-        lower=free.lower_bound,
-        patience=patience,
-        accepted=accepted,
-        fold=fold,
-        full=presolve,
+        problem, source, budget, gap, end, lower=lower, patience=patience, accepted=accepted, fold=fold, full=presolve
     )
     state.start_plans.append(free.assignment)
     if state.submit(free.assignment):

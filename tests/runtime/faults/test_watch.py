@@ -17,7 +17,7 @@ import pytest
 from autopar.api import parallelize
 from autopar.errors import AutoparWarning
 from autopar.runtime import executables
-from autopar.runtime.watch import PATIENCE, VARIABLE, patience, warn_if_slow
+from autopar.runtime.faults.watch import PATIENCE, VARIABLE, patience, warn_if_slow
 from tests.programs.steps import array
 
 pytestmark = pytest.mark.core
@@ -113,7 +113,7 @@ def test_patience_is_set_by_a_variable(text: str, seconds: float, monkeypatch: p
 EXITS = """
 import atexit, threading, time
 atexit.register(lambda: print([t.name for t in threading.enumerate() if "watch" in t.name]))
-from autopar.runtime import watch
+from autopar.runtime.faults import watch
 watch._answered = lambda array: False
 import jax.numpy as jnp
 watch.warn_if_slow(lambda: [jnp.ones(3)], "step", 60.0)
