@@ -103,9 +103,10 @@ def child(code: str) -> Any:
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9"),
         ("raise SystemExit(3)", "exit code 3"),
         ("", "without a solution file"),
+        ("import os; open('solution', 'w').write('Stopped on time\\n0 x'); os._exit(9)", "exit code 9"),
         ("import time; time.sleep(60)", "stopped 0 s after its time limit of 0.2 s"),
     ],
-    ids=["killed", "crashed", "silent", "hangs"],
+    ids=["killed", "crashed", "silent", "killed as it writes", "hangs"],
 )
 def test_a_broken_solver_is_a_status(code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solvers, "start", child(code))
@@ -160,3 +161,12 @@ def test_the_time_limit_is_kept_and_told() -> None:
     assert answer.status in ("time-limit", "failed")
     if answer.assignment is not None:
         assert answer.lower <= problem.value(answer.assignment)
+
+
+def test_a_half_written_file_of_highs_is_no_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its child writes beside the file, and renames when all of it is there."""
+    code = "import os; open('solution.part', 'w').write('{'); os._exit(9)"
+    monkeypatch.setattr(solvers, "start", child(code))
+    answer = ilp.solve(frustrated("complete-4"), "highs", time_limit=0.2)
+    assert (answer.status, answer.assignment) == ("failed", None)
+    assert "exit code 9" in answer.message
