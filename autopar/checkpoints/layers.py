@@ -25,15 +25,12 @@ class Source:
     Attributes:
         names: the saved leaf; several are stacked, the first as row 0.
         row: of the saved leaf; None: all of it.
+        is_stack: the saved leaves, or the one there is, are the rows of the wanted leaf.
     """
 
     names: tuple[str, ...]
     row: int | None = None
-
-    @property
-    def is_stack(self) -> bool:
-        """Whether saved leaves are stacked."""
-        return self.row is None and len(self.names) > 1
+    is_stack: bool = False
 
 
 def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Entry]) -> Mapping[str, Source]:
@@ -79,7 +76,7 @@ def _source(
     for rows in stacks.get(name, ()):
         names = tuple(rows[i] for i in sorted(rows))
         if [*sorted(rows)] == [*range(*shape[:1])] and all(_is_row(saved[row], shape) for row in names):
-            return Source(names)
+            return Source(names, is_stack=True)
     return None
 
 

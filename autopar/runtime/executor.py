@@ -34,6 +34,7 @@ from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.stages.divide import Stages, Transfer
 from autopar.passes.stages.graph import BEGIN
 from autopar.runtime.faults.failures import failure
+from autopar.runtime.faults.nans import CheckedProgram
 from autopar.runtime.lowered_schedule import ArgumentSource, LoweredSchedule, LoweredUpdate, lower_schedule
 from autopar.runtime.programs import CompiledPrograms, ProgramKey, program_name
 from autopar.runtime.transport import Transport, absent, everywhere, is_here, place
@@ -361,4 +362,8 @@ class PipelineStep:
         updates = zip(self.stages.updates.programs, self.compiled.updates, strict=True)
         programs.update(((update.stage, i), program) for i, (update, program) in enumerate(updates))
         first = {} if self.before is None else {f"{FIRST_LOOP}{n}": p for n, p in self.before.programs.items()}
-        return {**first, **{program_name(key): program for key, program in programs.items()}}
+        compiled = {
+            program_name(key): program.program if isinstance(program, CheckedProgram) else program
+            for key, program in programs.items()
+        }
+        return {**first, **compiled}

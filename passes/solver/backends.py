@@ -117,7 +117,7 @@ def solve(model: Any, solver: str, *, time_limit: float, cutoff: float | None = 
             return Result("failed", message=f"the solver {solver!r} is not installed; found: {available()}")
         model.writeMPS(str(folder / "model.mps"))
         error = _run(command, folder, time_limit)
-        if not (folder / "solution").is_file() or (error and solver not in WHOLE):
+        if error or not (folder / "solution").is_file():  # of a child that was killed the file may end anywhere
             return Result("failed", message=error or f"{solver} ended without a solution file")
         return READERS[solver](folder)
 
@@ -201,6 +201,4 @@ COMMANDS: Mapping[str, Callable[[Path, float, float | None, float], list[str]]] 
     "cbc": _cbc_command,
     "highs": _highs_command,
 }
-#: Solvers whose solution file is whole if it is there; that of another one may end anywhere if the child was killed.
-WHOLE = ("highs",)
 READERS: Mapping[str, Callable[[Path], Result]] = {"cbc": _read_cbc, "highs": _read_highs}

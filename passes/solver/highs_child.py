@@ -9,7 +9,6 @@ then no branch and bound is needed. The solution file is JSON: status, bound, va
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 
@@ -31,9 +30,8 @@ def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
     columns = solver.getSolution().col_value
     if status == "optimal" and any(abs(columns[i] - round(columns[i])) > INTEGRAL for i in integer):
         status = _run(solver, deadline, relaxed=False)
-    with open(f"{solution_path}.part", "w") as file:
+    with open(solution_path, "w") as file:
         json.dump(_answer(solver, status, float(gap)), file)
-    os.replace(file.name, solution_path)  # a file of this name is whole, also if this process is killed meanwhile
 
 
 def _run(solver: highspy.Highs, deadline: float, *, relaxed: bool) -> str:

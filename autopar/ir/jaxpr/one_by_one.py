@@ -138,10 +138,11 @@ CALLS: Mapping[str, Callable[[OneByOne, jex.JaxprEqn, Sequence[Any]], list[Any]]
     "custom_vjp_call": _call("call_jaxpr"),
     jax_compat.REMAT: _call("jaxpr"),
 }
-#: The same for calls, loops and branches; any other primitive runs whole.
-BODIES: Mapping[str, Callable[[OneByOne, jex.JaxprEqn, Sequence[Any]], list[Any]]] = {
-    **CALLS,
+#: The same for loops and branches.
+LOOPS: Mapping[str, Callable[[OneByOne, jex.JaxprEqn, Sequence[Any]], list[Any]]] = {
     "cond": OneByOne.cond,
     "while": OneByOne.while_loop,
     "scan": OneByOne.scan,
 }
+#: Both; any other primitive runs whole.
+BODIES = {**CALLS, **LOOPS}

@@ -12,7 +12,7 @@ iteration only where they give NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from autopar import jax_compat
 from autopar.codegen.tags import last_tag
 from autopar.errors import NanError
 from autopar.ir.graph import Graph
-from autopar.ir.jaxpr.one_by_one import CALLS, OneByOne
+from autopar.ir.jaxpr.one_by_one import CALLS, LOOPS, OneByOne
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class CheckedProgram:
                     raise NanError(self._text(origin))
         return results
 
-    def _text(self, origin: _Origin) -> str:
+    def _text(self, origin: _FirstNan) -> str:
         inner = self._is_over_microbatches(origin)
         microbatch = f", microbatch {origin.iterations[0][1]} of {self.microbatches}" if inner else ""
         loops = [f", iteration {i} of the loop{self._line(loop) or ''}" for loop, i in origin.iterations[inner:]]
@@ -67,7 +67,7 @@ class CheckedProgram:
         what = f"a sum over microbatches ({name})" if line is None else f"{name}{line}"
         return f"{what} gives NaN{where}: {origin.cause}"
 
-    def _is_over_microbatches(self, origin: _Origin) -> bool:
+    def _is_over_microbatches(self, origin: _FirstNan) -> bool:
         """The outermost loop is over microbatches: it has as many iterations, and no source line."""
         loops = [loop for loop, _ in origin.iterations[:1]]
         return any(loop.params.get("length") == self.microbatches > 1 and not self._line(loop) for loop in loops)
@@ -77,18 +77,6 @@ class CheckedProgram:
         sources = {op.tag: op.source for op in self.graph.walk()}
         source = sources.get(_tag(equation))
         return None if source is None else f" at {source}" if source else ""
-
-    def as_text(self) -> str:
-        """The compiled HLO."""
-        return self.program.as_text()
-
-    def memory_analysis(self) -> Any:
-        """XLA's statistics of memory."""
-        return self.program.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        """XLA's statistics of costs."""
-        return self.program.cost_analysis()
 
 
 def is_asked(debug_nans: bool | None) -> bool:
@@ -110,11 +98,11 @@ def check_arguments(paths: Sequence[str], leaves: Sequence[Any], results: Sequen
     """NanError for results with NaN that no operation made: arguments hold them."""
     if any(map(holds_nan, results)):
         named = [f"'{path}'" for path, leaf in zip(paths, leaves, strict=True) if holds_nan(leaf)]
-        raise NanError(f"results of the step are NaN because of NaN in {' and '.join(named[:4])}")
+        raise NanError(f"results of the step are NaN because of NaN in {' and '.join(named[:4]) or 'a constant'}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class _FirstNan:
     """Where a NaN comes from.
 
     Attributes:
@@ -152,7 +140,7 @@ class _Search(OneByOne):
         return self._opened(equation, operands, results)
 
     def _opened(self, equation: jex.JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
-        open_body = _LOOPS.get(equation.primitive.name)
+        open_body = LOOPS.get(equation.primitive.name)
         if open_body is not None:
             return open_body(self, equation, operands)
         for array in filter(holds_nan, results):
@@ -166,15 +154,15 @@ class _Search(OneByOne):
             self.sources.setdefault(id(array), (array, []))[1].append(source)
         return array
 
-    def origin(self, jaxpr: Any, operands: Sequence[Any]) -> _Origin | None:
+    def origin(self, jaxpr: Any, operands: Sequence[Any]) -> _FirstNan | None:
         """The equation that made a NaN of the results; None: operands have all of them."""
         results = filter(holds_nan, self.evaluate(jaxpr, operands))
         origins = (self._origin_of(array, operands) for array in results)
         return next((origin for origin in origins if origin is not None), None)
 
-    def _origin_of(self, array: Any, operands: Sequence[Any]) -> _Origin | None:
+    def _origin_of(self, array: Any, operands: Sequence[Any]) -> _FirstNan | None:
         """The equation that made a NaN of an array; None: an operand of the program has it."""
-        reader: _Origin | None = None
+        reader: _FirstNan | None = None
         while not any(array is x for x in operands):
             if id(array) in self.sources:
                 array = self.sources[id(array)][1][0]
@@ -183,9 +171,9 @@ class _Search(OneByOne):
                 before = [x for x in reads if holds_nan(x)]
                 if not before:
                     cause = "an operand is infinite" if any(map(_holds_inf, reads)) else "no operand holds NaN"
-                    return _Origin(equation, cause, iterations)
+                    return _FirstNan(equation, cause, iterations)
                 if _tag(equation):
-                    reader = _Origin(equation, "it reads a constant that holds NaN", iterations)
+                    reader = _FirstNan(equation, "it reads a constant that holds NaN", iterations)
                 array = next((x for x in before if _share_nan(x, array)), before[0])
             else:
                 return reader
@@ -205,10 +193,3 @@ def _share_nan(operand: Any, result: Any) -> bool:
 def _holds_inf(array: Any) -> bool:
     is_float = hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.inexact)
     return is_float and bool(jnp.isinf(array).any())
-
-
-_LOOPS: Mapping[str, Callable[[OneByOne, jex.JaxprEqn, Sequence[Any]], list[Any]]] = {
-    "cond": OneByOne.cond,
-    "while": OneByOne.while_loop,
-    "scan": OneByOne.scan,
-}

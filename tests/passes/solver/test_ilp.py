@@ -164,8 +164,7 @@ def test_the_time_limit_is_kept_and_told() -> None:
 
 
 def test_a_half_written_file_of_highs_is_no_solution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its child writes beside the file, and renames when all of it is there."""
-    code = "import os; open('solution.part', 'w').write('{'); os._exit(9)"
+    code = "import os; open('solution', 'w').write('{'); os._exit(9)"
     monkeypatch.setattr(solvers, "start", child(code))
     answer = ilp.solve(frustrated("complete-4"), "highs", time_limit=0.2)
     assert (answer.status, answer.assignment) == ("failed", None)

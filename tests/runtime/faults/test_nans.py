@@ -180,3 +180,9 @@ def test_a_nan_that_is_made_is_named_beside_one_that_an_argument_has() -> None:
     step = autopar.parallelize(lambda w, x: (w + 1, jnp.log(x)), debug_nans=True, **ONE_MESH)
     with pytest.raises(NanError, match=r"^log at test_nans\.py:\d+ gives NaN: no operand holds NaN$"):
         step(np.full(WIDTH, np.nan, np.float32), -np.ones((EXAMPLES, WIDTH), np.float32))
+
+
+def test_a_constant_with_nan_that_is_returned_is_named() -> None:
+    step = autopar.parallelize(lambda x: (x * 2, np.float32("nan")), debug_nans=True, **ONE_MESH)
+    with pytest.raises(NanError, match=r"because of NaN in a constant$"):
+        step(np.ones(WIDTH, np.float32))
