@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from autopar.bench.equal.pipeline_case import BATCH
 from autopar.bench.processes.soak import memory
 from autopar.compile.agreement import TRANSPORT
 from autopar.errors import AutoparError
+from autopar.runtime.faults import watch
 
 DEVICES = 4
 ME = jax.process_index()
@@ -149,6 +151,9 @@ def forty_steps() -> Mapping[str, Any]:
         single_w, single_value = single(single_w, X)
         loss, expected = float(value), float(single_value)
         if number in (10, 40):
+            for thread in threading.enumerate():
+                if thread.name == watch.NAME:
+                    thread.join()  # it keeps the first step's loss until it has seen that it is ready
             count = memory()
             live.append((count.buffers, count.buffer_bytes))
     every = from_all(json.dumps(live))

@@ -23,6 +23,8 @@ from autopar.errors import AutoparWarning
 VARIABLE = "AUTOPAR_PATIENCE"
 PATIENCE = 60.0  # s; long for a step on virtual devices, and before XLA aborts a collective that a device does not join
 
+NAME = "autopar watch"  # of its thread
+
 LONGEST_PAUSE = 1.0  # s between two checks of the results
 
 
@@ -53,7 +55,7 @@ def warn_if_slow(run: Callable[[], Sequence[Any]], what: str, seconds: float) ->
         ended.set()
         thread.join()
 
-    thread = threading.Thread(target=look, daemon=True, name="autopar watch")
+    thread = threading.Thread(target=look, daemon=True, name=NAME)
     atexit.register(stop)
     thread.start()
     try:
