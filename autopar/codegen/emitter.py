@@ -316,7 +316,7 @@ def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequenc
     out_specs = tuple(spec(layout, t.rank, names) for layout, t in zip(result_layouts, types, strict=True))
     if is_kernel:
         parts = [_part(context, t.shape, layout) for layout, t in zip(result_layouts, types, strict=True)]
-        bind = partial(pallas.bind_part, op.equation, parts)
+        bind = partial(pallas.bind_part, op.equation, parts, specs=in_specs)
     return _shard_mapped(context, lambda *shards: bind(shards), in_specs, out_specs)
 
 

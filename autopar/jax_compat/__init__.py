@@ -288,6 +288,17 @@ def kernel_effects(jaxpr: Any) -> tuple[frozenset[int], tuple[str, ...]]:
     return positions, tuple(sorted(names - {"DebugEffect"}))
 
 
+def element_read(equation: jex.JaxprEqn) -> tuple[Any, ...] | None:
+    """The indices of a kernel's read of one element of a reference, atoms or numbers; None for any other read.
+
+    Tried on 0.10.2 and 0.12.0.
+    """
+    indexers = jax.tree.unflatten(equation.params["tree"], equation.invars[1:])
+    if len(indexers) != 1 or equation.outvars[0].aval.shape:
+        return None
+    return tuple(getattr(indexers[0], "indices", ())) or None
+
+
 def is_tpu_kernel(params: Mapping[str, Any]) -> bool:
     """Whether a `pallas_call` has parameters of the compiler for TPUs. Tried on 0.10.2 and 0.12.0."""
     return type(params["compiler_params"]).__module__.startswith("jax._src.pallas.mosaic.") and not params["interpret"]

@@ -1,10 +1,8 @@
 """What a device runs of cuDNN's attention whose positions are cut (context parallelism).
 
 Keys and values are gathered on every device, and their gradients reduced and scattered. Without a mask a device then
-runs the operation on its queries. Under a causal mask the first queries see few keys and the last ones all: queries are
-in 2 n blocks of c positions, two neighbours on each of n devices, and devices exchange blocks first. Device d computes
-block d and block 2 n - 1 - d, which together see as many keys on every device. So do Dubey et al. (2024), The Llama 3
-Herd of Models, section 3.3.2. The queries of block j see
+runs the operation on its queries. Under a causal mask the first queries see few keys and the last ones all: devices
+exchange blocks of c positions first (`autopar.rules.block_pairs`). The queries of block j see
 
     the keys of block j            under the kernel's own causal mask
     the j c keys before it         as a sequence of this length: a padding mask
@@ -27,53 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.rules import cudnn
+from autopar.rules.block_pairs import BlockPairs
 
 Params = Mapping[str, Any]
 #: Runs the operation with these operands and parameters.
 Bind = Callable[[Sequence[Any], Params], Sequence[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Two blocks of positions on each of some devices.
-
-    Attributes:
-        axes: names of the mesh axes that cut the positions, in the order in which they do.
-        count: number of devices along these axes.
-    """
-
-    axes: tuple[str, ...]
-    count: int
-
-    @property
-    def numbers(self) -> tuple[Any, Any]:
-        """The numbers of the two blocks that this device computes."""
-        here = lax.axis_index(self.axes)
-        return here, 2 * self.count - 1 - here
-
-    def _moves(self, side: int) -> list[tuple[int, int]]:
-        """(device that has it, device that computes it) of the first or second block of every device."""
-        blocks = [2 * d + side for d in range(self.count)]
-        return [(d, min(j, 2 * self.count - 1 - j)) for d, j in enumerate(blocks)]
-
-    def taken(self, x: Any, dim: int) -> tuple[Any, Any]:
-        """From the piece of this device, the two blocks that it computes."""
-        first, second = jnp.split(x, 2, dim)
-        moved = (lax.ppermute(half, self.axes, self._moves(i)) for i, half in enumerate((first, second)))
-        return self._by_parity(*moved)
-
-    def returned(self, first: Any, second: Any, dim: int) -> Any:
-        """From the two blocks that this device has computed, its piece."""
-        halves = (
-            lax.ppermute(block, self.axes, [(to, of) for of, to in self._moves(i)])
-            for i, block in enumerate(self._by_parity(first, second))
-        )
-        return jnp.concatenate([*halves], dim)
-
-    def _by_parity(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """(a, b) on devices of even number, whose first block is even as well; (b, a) on the others."""
-        is_even = lax.axis_index(self.axes) % 2 == 0
-        return jnp.where(is_even, a, b), jnp.where(is_even, b, a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +98,7 @@ def _causal(
     name: str, bind: Bind, params: Params, operands: Sequence[Any], axes: tuple[str, ...], count: int
 ) -> list[Any]:
     """The results under a causal mask, from all keys and values."""
-    blocks, dim = _Blocks(axes, count), cudnn.position_dim(params)
+    blocks, dim = BlockPairs(axes, count), cudnn.position_dim(params)
     size = operands[0].shape[dim] // 2
     places = [_Block(number * size, size, dim) for number in blocks.numbers]
     if "bwd" in name:
@@ -178,7 +134,7 @@ def _forward(bind: Bind, params: Params, q: Any, shards: Sequence[Any], block: _
 
 
 def _backward(
-    bind: Bind, params: Params, shards: Sequence[Any], blocks: _Blocks, places: Sequence[_Block]
+    bind: Bind, params: Params, shards: Sequence[Any], blocks: BlockPairs, places: Sequence[_Block]
 ) -> list[Any]:
     """The gradients of queries, and of keys and values over the queries of this device."""
     q, k, v, *rest = shards

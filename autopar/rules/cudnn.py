@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 from autopar.ir.op_sets import ATTENTION
 from autopar.rules.notation import Dims, Rule
+from autopar.rules.sent import Sent
 
 Shape = tuple[int, ...]
 Params = Mapping[str, Any]
@@ -167,28 +167,6 @@ def combined(name: str, result: int) -> Literal["sum", "max"] | None:
 
 
 # Communication
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A collective of the devices that run an operation together.
-
-    Attributes:
-        kind: of the collective.
-        array: of operands and results together, the array that it sends.
-        factors: along the axes that cut one of these.
-        share: of a device's piece of the array.
-    """
-
-    kind: Literal["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
-    array: int
-    factors: tuple[int, ...]
-    share: float = 1.0
-
-    def dims(self, dims: Dims) -> Dims:
-        """The factors that cut the larger of what it takes and gives; `dims`: those of the array."""
-        whole = self.factors if self.kind in ("all-gather", "reduce-scatter") else ()
-        return tuple(-1 if f in whole else f for f in dims)
 
 
 def gathers(own: Rule) -> bool:

@@ -25,11 +25,10 @@ from autopar.ir.collective import Collective
 from autopar.ir.control_flow import entries
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import REPLICATED, Layout, ProgramLayouts, device_share, divides, steps
-from autopar.ir.op_sets import ATTENTION
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op.build import layout_at
 from autopar.passes.op_groups.reduction_lowering import emitted
-from autopar.rules import cudnn, manual
+from autopar.rules import SHARD_MAPPED, manual, sent
 
 
 def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
@@ -231,19 +230,19 @@ def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
     rules = model.grouping.rules
     for c, choice in zip(model.grouping.groups, assignment.tolist(), strict=False):  # copies come after groups
         op = graph.by_index[c.op] if c.op >= 0 else None
-        if op is None or op.name not in ATTENTION:
+        if op is None or not (inside := sent(op, rules[op.signature])):
             continue
         rule = rules[op.signature]
         arrays = [*map(graph.type_of, op.inputs), *(graph.types[v] for v in op.outputs)]
         cut = c.strategies.assigned[choice : choice + 1]
         each = shares(cut, c.strategies.sizes, mesh.sizes)
-        for i, sent in enumerate(cudnn.sent(op.name, op.params, rule)):
-            names = tuple(name for name, f in zip(mesh.names, cut[0].tolist(), strict=True) if f in sent.factors)
+        for i, collective in enumerate(inside):
+            names = tuple(name for name, f in zip(mesh.names, cut[0].tolist(), strict=True) if f in collective.factors)
             if names:
-                piece = float(share(each, sent.dims((*rule.operands, *rule.results)[sent.array]))[0])
-                nbytes = max(1, round(sent.share * arrays[sent.array].nbytes * piece))
+                piece = float(share(each, collective.dims((*rule.operands, *rule.results)[collective.array]))[0])
+                nbytes = max(1, round(collective.share * arrays[collective.array].nbytes * piece))
                 count = max(1, round(c.weight))
-                yield (op.index, 200 + i), Collective(sent.kind, names, nbytes, count, op.tag, op.source)
+                yield (op.index, 200 + i), Collective(collective.kind, names, nbytes, count, op.tag, op.source)
 
 
 def sums_of(
@@ -255,6 +254,8 @@ def sums_of(
     after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]
     each = shares(c.strategies.assigned[row], c.strategies.sizes, mesh.sizes)
     for value, dims in zip(op.outputs, model.grouping.rules[op.signature].results, strict=True):
+        if op.name in SHARD_MAPPED and not graph.uses_of(value):
+            continue
         nbytes = graph.types[value].nbytes * float(share(each, dims)[0])
         for axis, size in enumerate(mesh.sizes):
             if after[axis] == REDUCE_SCATTER:

@@ -76,6 +76,8 @@ def _grid_axis(operands: Operands) -> pallas.GridAxis | str:
     axis = axes[number]
     if axis.obstacle:
         return f"grid axis {number}: {axis.obstacle}"
+    if axis.queries is not None:
+        return f"grid axis {number}: it has positions of queries, and a batch is not along positions"
     if axis.size % (state.outer * count):
         strided = f" in each of {state.outer} parts" if state.outer > 1 else ""
         return f"grid axis {number}: its {axis.size} blocks do not divide into {count} microbatches{strided}"

@@ -41,7 +41,7 @@ from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.layout import Layout, divides
-from autopar.ir.op_sets import ALL_PRODUCTS, ATTENTION, PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import Builder, Followed, Kind, alias, use
@@ -50,7 +50,7 @@ from autopar.passes.op_groups.manual import manual_call
 from autopar.passes.op_groups.pinned import check_bound, has_layout, restrict
 from autopar.passes.op_groups.regions import REGIONS
 from autopar.passes.op_groups.strategies import MOST_PADDING, Work, strategies_of, sum_strategies
-from autopar.rules import SHARD_MAPPED, Rule, cudnn
+from autopar.rules import SHARD_MAPPED, Rule, sent
 from autopar.rules.manual import MANUAL
 
 #: Operations that always have strategies of their own.
@@ -349,8 +349,11 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     behind, dot = b.overlap.sums(op), op.name == "dot_general"
     total, backend = flops(op, operands, results), backend_of(b.mesh.device).name
     combined = all(combines(backend, op.name, r.dtype) for r in results)
-    sent = cudnn.sent(op.name, op.params, rule) if op.name in ATTENTION else ()
-    work = Work(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot, sent)
+    unread = tuple(i for i, v in enumerate(op.outputs) if not b.graph.uses_of(v)) if op.name in SHARD_MAPPED else ()
+    inside = sent(op, rule)
+    work = Work(
+        total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot, inside, unread
+    )
     if op.index in b.deferral.sums:
         return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
     return strategies_of(rule, work, b.mesh, index)

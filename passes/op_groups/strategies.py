@@ -42,8 +42,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Type
 from autopar.ir.layout import PARTIAL, REPLICATED
 from autopar.passes.op_groups.reduction_lowering import emitted
-from autopar.rules import Rule
-from autopar.rules.cudnn import Sent
+from autopar.rules import Rule, Sent
 
 #: Largest extent of a dimension after padding to even pieces, as a multiple of its extent. All costs below are those of
 #: the padded pieces.
@@ -67,6 +66,7 @@ class Work:
         dot: it is a dot, whose partial sums may be reduced in stages
             (`autopar.passes.op_groups.reduction_lowering`).
         sent: collectives of the devices that run it together.
+        unread: results that nothing reads, whose partial sums are not reduced.
     """
 
     flops: float
@@ -81,6 +81,7 @@ class Work:
     behind: bool = False
     dot: bool = False
     sent: tuple[Sent, ...] = ()
+    unread: tuple[int, ...] = ()
 
 
 def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
@@ -283,8 +284,8 @@ def _sum_cost(
     mesh = mesh.with_overlap() if work.behind else mesh
     each = shares(assigned, rule.sizes, mesh.sizes)
     piece_bytes = np.zeros(len(assigned))
-    for type_, dims in zip(work.results, rule.results, strict=True):
-        piece_bytes += type_.nbytes * share(each, dims)
+    for i, (type_, dims) in enumerate(zip(work.results, rule.results, strict=True)):
+        piece_bytes += 0.0 if i in work.unread else type_.nbytes * share(each, dims)
     for axis, size in enumerate(mesh.sizes):
         scatter = after[:, axis] == REDUCE_SCATTER
         cost += np.where(scatter, collective_time("reduce-scatter", piece_bytes, (axis,), mesh), 0.0)

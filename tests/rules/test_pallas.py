@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import flash_attention
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 import autopar
 from autopar.bench.equal.case import dear
 from autopar.ir.graph import Op
 from autopar.ir.trace import trace
 from autopar.rules import pallas, rules_of
+from autopar.rules.pallas import axes as axes_module
+from autopar.rules.pallas import places
 
 pytestmark = pytest.mark.core
 
@@ -146,20 +146,47 @@ def squeezed_heads() -> Kernel:
     return run, (array(4, 16, 8), array(1, 8))
 
 
+def prefetched(table: jax.Array, body: Any, index_map: Any) -> Kernel:
+    """A kernel of rows with a prefetched table, which the index map of its operand may read."""
+
+    def run(table: jax.Array, x: jax.Array) -> Any:
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(4,),
+            in_specs=[pl.BlockSpec((8, 8), index_map)],
+            out_specs=pl.BlockSpec((8, 8), lambda i, table: (i, 0)),
+        )
+        return pl.pallas_call(body, grid_spec=spec, out_shape=LIKE, interpret=True)(table, x)
+
+    return run, (table, array(32, 8))
+
+
+ORDER = jnp.array([2, 0, 3, 1], jnp.int32)
+PLANE = jnp.arange(16, dtype=jnp.int8).reshape(4, 4)
+
+
+def copies(table: Any, x: Any, out: Any) -> None:
+    out[...] = x[...]
+
+
 def prefetched_scale() -> Kernel:
     def body(scale: Any, x: Any, out: Any) -> None:
         out[...] = x[...] * scale[1]
 
-    def run(scale: jax.Array, x: jax.Array) -> Any:
-        spec = pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(4,),
-            in_specs=[pl.BlockSpec((8, 8), lambda i, s: (i, 0))],
-            out_specs=pl.BlockSpec((8, 8), lambda i, s: (i, 0)),
-        )
-        return pl.pallas_call(body, grid_spec=spec, out_shape=LIKE, interpret=True)(scale, x)
+    return prefetched(ORDER, body, lambda i, s: (i, 0))
 
-    return run, (jnp.array([2, 3], jnp.int32), array(32, 8))
+
+def prefetched_rows() -> Kernel:
+    """The operand is read by rows that the table names: it is whole, and the table is cut."""
+    return prefetched(ORDER, copies, lambda i, rows: (rows[i], 0))
+
+
+def prefetched_branches() -> Kernel:
+    def body(table: Any, x: Any, out: Any) -> None:
+        number = table[pl.program_id(0), 1].astype(jnp.int32)
+        out[...] = jnp.where(number > 6, x[...] * number, -x[...])
+
+    return prefetched(PLANE, body, lambda i, table: (i, 0))
 
 
 def in_place() -> Kernel:
@@ -204,6 +231,8 @@ CUT: dict[str, tuple[Callable[[], Kernel], tuple[int, ...]]] = {
     "stacked matmul": (stacked_matmul, (0, 1, 2)),
     "squeezed heads": (squeezed_heads, (0, 1)),
     "prefetched scale": (prefetched_scale, (0,)),
+    "rows that are prefetched": (prefetched_rows, (0,)),
+    "branches that are prefetched": (prefetched_branches, (0,)),
     "in place": (in_place, (0,)),
     "cost estimate": (with_estimate, (0,)),
     "reset by a call": (reset_by_a_call, (0,)),
@@ -321,22 +350,6 @@ def sums_in_a_loop(x: Any, out: Any, total: Any) -> None:
 SCRATCH = {"scratch_shapes": [pltpu.VMEM((8, 8), jnp.float32)]}
 
 
-def prefetched_rows() -> Kernel:
-    def body(rows: Any, x: Any, out: Any) -> None:
-        out[...] = x[...]
-
-    def run(rows: jax.Array, x: jax.Array) -> Any:
-        spec = pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(4,),
-            in_specs=[pl.BlockSpec((8, 8), lambda i, rows: (rows[i], 0))],
-            out_specs=pl.BlockSpec((8, 8), lambda i, rows: (i, 0)),
-        )
-        return pl.pallas_call(body, grid_spec=spec, out_shape=LIKE, interpret=True)(rows, x)
-
-    return run, (jnp.array([2, 0, 3, 1], jnp.int32), array(32, 8))
-
-
 def block(index_map: Callable[..., Any], shape: Any = (8, 8)) -> pl.BlockSpec:
     return pl.BlockSpec(shape, index_map)
 
@@ -377,7 +390,23 @@ def dynamic_grid() -> Kernel:
     return run, (jnp.int32(4), array(32, 8))
 
 
-SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+def reads_the_first(table: Any, x: Any, out: Any) -> None:
+    out[...] = x[...] + table[0]
+
+
+def reads_the_diagonal(table: Any, x: Any, out: Any) -> None:
+    place = pl.program_id(0)
+    out[...] = x[...] + table[place, place].astype(jnp.int32)
+
+
+def reads_the_whole(table: Any, x: Any, out: Any) -> None:
+    out[...] = x[...] + table[...].sum()
+
+
+def adds_its_place_to_an_element(table: Any, x: Any, out: Any) -> None:
+    place = pl.program_id(0)
+    out[...] = x[...] + table[place] + place
+
 
 REFUSED: dict[str, tuple[Callable[[], Kernel], str]] = {
     "program_id": (lambda: of_rows(adds_its_place), "the kernel uses program_id(0)"),
@@ -407,7 +436,34 @@ REFUSED: dict[str, tuple[Callable[[], Kernel], str]] = {
         lambda: of_rows(identity, grid=(3,), out=jax.ShapeDtypeStruct((24, 8), jnp.float32)),
         "its blocks do not cover dimension 0 of operand 0 exactly",
     ),
-    "rows that are prefetched": (prefetched_rows, "block indices of operand 1 are computed from it"),
+    "rows prefetched in another order": (
+        lambda: prefetched(ORDER, copies, lambda i, rows: (rows[3 - i], 0)),
+        "block indices of operand 1 are computed from it",
+    ),
+    "rows prefetched twice": (
+        lambda: prefetched(ORDER, copies, lambda i, rows: (rows[rows[i]], 0)),
+        "block indices of operand 1 are computed from it",
+    ),
+    "rows of a longer table": (
+        lambda: prefetched(jnp.array([2, 0, 3, 1, 7], jnp.int32), copies, lambda i, rows: (rows[i], 0)),
+        "block indices of operand 1 are computed from it",
+    ),
+    "rows of a table whose first is read by all": (
+        lambda: prefetched(ORDER, reads_the_first, lambda i, rows: (rows[i], 0)),
+        "block indices of operand 1 are computed from it",
+    ),
+    "a diagonal of a table": (
+        lambda: prefetched(PLANE, reads_the_diagonal, lambda i, rows: (i, 0)),
+        "the kernel uses program_id(0)",
+    ),
+    "a table that is read whole": (
+        lambda: prefetched(ORDER, reads_the_whole, lambda i, rows: (rows[i], 0)),
+        "block indices of operand 1 are computed from it",
+    ),
+    "a place and an element of a table": (
+        lambda: prefetched(ORDER, adds_its_place_to_an_element, lambda i, rows: (i, 0)),
+        "the kernel uses program_id(0)",
+    ),
     "elements and not blocks": (
         lambda: of_rows(identity, pl.BlockSpec((pl.Element(8), pl.Element(8)), lambda i: (i * 8, 0))),
         "block indices of operand 0 are computed from it",
@@ -454,16 +510,16 @@ CARELESS = "program_id; running sum that begins at zero; reversed; scratch memor
 @pytest.mark.parametrize("name", CARELESS.split("; "))
 def test_a_derivation_that_looks_less_closely_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = REFUSED[name][0]()
-    monkeypatch.setattr(pallas, "_obstacle_of_body", lambda *_: "")
-    plain = pallas._origins
-    monkeypatch.setattr(pallas, "_origins", lambda jaxpr, of: [_guessed(origin) for origin in plain(jaxpr, of)])
+    monkeypatch.setattr(axes_module, "_obstacle_of_body", lambda *_: "")
+    plain = places._Walk.run
+    monkeypatch.setattr(places._Walk, "run", lambda *given: [_guessed(origin) for origin in plain(*given)])
     with pytest.raises(AssertionError):
         assert_cut_is_whole(kernel)
 
 
-def _guessed(origin: pallas.Origin) -> pallas.Origin:
+def _guessed(origin: places.Origin) -> places.Origin:
     """What depends on one axis is taken for that axis."""
-    return (min(origin[1]), origin[1]) if origin[1] else origin
+    return places.place(min(origin.depends_on)) if origin.depends_on else origin
 
 
 # Random kernels
@@ -541,18 +597,6 @@ HEADS, SEQ, WIDTH = 4, 256, 128
 def attention(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The gradient of a sum over attention, which runs the kernels of both passes."""
     return jax.grad(lambda q, k, v: kernel(q, k, v).sum(), (0, 1, 2))
-
-
-def test_splash_attention_is_cut_by_batch_and_heads() -> None:
-    """In JAX 0.10 scratch memory is results that all heads share and nothing reads."""
-    mask = masks.MultiHeadMask([masks.CausalMask((SEQ, SEQ)) for _ in range(HEADS)])
-    kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=True)
-    q = jax.ShapeDtypeStruct((8, HEADS, SEQ, WIDTH), jnp.float32)
-    graph = trace(attention(jax.vmap(kernel)), q, q, q).graph
-    kernels, read = [op for op in graph.walk() if op.name == "pallas_call"], rules_of(graph)
-    assert len(kernels) == 3
-    for op in kernels:
-        assert [read[op.signature].sizes[f] for f in read[op.signature].free] == [8, HEADS]
 
 
 def doubled_and_kept(x: Any, out: Any, kept: Any) -> None:

@@ -21,7 +21,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import numpy as np
 from numpy.typing import NDArray
@@ -178,10 +177,10 @@ def _scalar(equation: Any, operands: Sequence[Any], values: Mapping[Any, Any], g
 
 def _read(equation: Any, operand: Any, values: Mapping[Any, Any]) -> Any:
     """A scalar that is read from a prefetched operand."""
-    indexers = jax.tree.unflatten(equation.params["tree"], equation.invars[1:])
-    if operand is None or len(indexers) != 1:
+    places = jax_compat.element_read(equation)
+    if operand is None or places is None:
         return None
-    indices = [_value(index, values) for index in getattr(indexers[0], "indices", [None])]
+    indices = [_value(index, values) for index in places]
     if any(index is None for index in indices):
         return None
     last = [np.clip(index, 0, n - 1) for index, n in zip(indices, operand.shape, strict=True)]

@@ -1,0 +1,30 @@
+"""What the devices send that run one operation together, for its price and for the collectives of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.rules.notation import Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective of the devices that run an operation together.
+
+    Attributes:
+        kind: of the collective.
+        array: of operands and results together, the array that it sends.
+        factors: along the axes that cut one of these.
+        share: of a device's piece of the array.
+    """
+
+    kind: Literal["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
+    array: int
+    factors: tuple[int, ...]
+    share: float = 1.0
+
+    def dims(self, dims: Dims) -> Dims:
+        """The factors that cut the larger of what it takes and gives; `dims`: those of the array."""
+        whole = self.factors if self.kind in ("all-gather", "reduce-scatter") else ()
+        return tuple(-1 if f in whole else f for f in dims)
