@@ -36,8 +36,10 @@ def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
 
 
 def computing_dtype(op: Op, operands: Sequence[Type]) -> str:
-    """The dtype that determines the peak rate: that of the first operand, of a kernel that of the largest."""
-    return (max(operands, key=lambda t: t.size) if op.name in KERNELS else operands[0]).dtype
+    """The dtype that determines the peak rate: the first operand's, or that of a kernel's largest operand of floats."""
+    if op.name not in KERNELS:
+        return operands[0].dtype
+    return max(operands, key=lambda t: ("float" in t.dtype, t.size)).dtype
 
 
 def _executed(body: Graph) -> Iterator[float]:

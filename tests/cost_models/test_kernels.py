@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention
 
 from autopar.cost_models.flops import computing_dtype, flops, model_flops
 from autopar.cost_models.kernels import kernel_flops
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.trace import trace
 from autopar.zoo.layers import attention
 from tests.rules.test_pallas import array, matmul, prefetched_scale, with_estimate
@@ -78,6 +78,7 @@ def test_light_kernels_and_prefetched_scalars() -> None:
     graph, (op,) = kernels(fn, *args)
     operands = [graph.type_of(a) for a in op.inputs]
     results = [graph.types[v] for v in op.outputs]
+    assert computing_dtype(op, [Type((4096,), "int32", 4), *operands]) == "float32"
     assert (kernel_flops(op.name, op.params), flops(op, operands, results)) == (0, 32 * 8)
     assert computing_dtype(op, operands) == "float32"
 

@@ -124,7 +124,7 @@ def _compares_with_ends(params: Params, axis: int) -> bool:
 
 
 def with_last_row(params: Params, axis: int, last: int) -> Any:
-    """The body with comparisons of the row with the last one of the whole grid turned into those with another one."""
+    """The body in which comparisons of the row with the last one of the whole grid are with `last`."""
     body, number, whole = params["jaxpr"], body_axes(params).index(axis), params["grid_mapping"].grid[axis] - 1
     rows = {e.outvars[0] for e in body.eqns if e.primitive.name == "program_id" and e.params["axis"] == number}
 
