@@ -288,7 +288,7 @@ def kernel_effects(jaxpr: Any) -> tuple[frozenset[int], tuple[str, ...]]:
     return positions, tuple(sorted(names - {"DebugEffect"}))
 
 
-def element_read(equation: jex.JaxprEqn) -> tuple[Any, ...] | None:
+def element_read(equation: Any) -> tuple[Any, ...] | None:
     """The indices of a kernel's read of one element of a reference, atoms or numbers; None for any other read.
 
     Tried on 0.10.2 and 0.12.0.

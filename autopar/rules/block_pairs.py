@@ -55,6 +55,11 @@ class BlockPairs:
         )
         return jnp.concatenate([*halves], dim)
 
+    def split(self, x: Any, dim: int) -> Any:
+        """From both blocks that this device has computed, one behind the other, its piece."""
+        first, second = jnp.split(x, 2, dim)
+        return self.returned(first, second, dim)
+
     def _by_parity(self, a: Any, b: Any) -> tuple[Any, Any]:
         """(a, b) on devices of even number, whose first block is even as well; (b, a) on the others."""
         is_even = lax.axis_index(self.axes) % 2 == 0

@@ -132,10 +132,7 @@ def _bind_queries(
         return list(jax.lax.psum(bound, names))
     if not queries.pairs:
         return bound
-    return [
-        x if d is None else pairs.returned(*jnp.split(x, 2, d), d)
-        for x, d in zip(bound, axis.dims[count:], strict=True)
-    ]
+    return [x if d is None else pairs.split(x, d) for x, d in zip(bound, axis.dims[count:], strict=True)]
 
 
 def _bind(equation: Any, results: Sequence[Shape], parts: Sequence[Any]) -> list[Any]:

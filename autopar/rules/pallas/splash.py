@@ -129,8 +129,10 @@ def with_last_row(params: Params, axis: int, last: int) -> Any:
     rows = {e.outvars[0] for e in body.eqns if e.primitive.name == "program_id" and e.params["axis"] == number}
 
     def changed(atom: Any) -> Any:
-        is_last = isinstance(atom, jex.Literal) and int(atom.val) == whole
-        return jex.Literal(np.asarray(last, atom.aval.dtype)[()], atom.aval) if is_last else atom
+        if not isinstance(atom, jex.Literal) or int(atom.val) != whole:
+            return atom
+        aval: Any = atom.aval
+        return jex.Literal(np.asarray(last, aval.dtype)[()], aval)
 
     def compares(equation: Any) -> bool:
         return equation.primitive.name == "eq" and any(
