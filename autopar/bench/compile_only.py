@@ -9,7 +9,11 @@ and those that pins force:
                 them on its longest dimension that divides
     megatron    parameters by the model's own table over the last axis, the      (Shoeybi et al., 2019)
                 batch over the others
+    context     tokens cut along their positions over all axes, the state as autopar likes: models with a kernel of
+                attention alone                                                 (Dubey et al., 2024, section 3.3.2)
     stages      two stages on halves of the mesh, in four microbatches with batch statistics of their own; no pins
+
+"gpt-splash" and the like have JAX's splash attention, which is compiled for TPUs alone; they are no default.
 
 Each is compiled for the target and compared (`autopar.verification.verify`). Over all rows: Spearman's rank correlation
 and the median relative error of FLOPs and of bytes read and written per device against the compiler's cost analysis,
@@ -37,9 +41,10 @@ from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, Cluster
 from autopar.ir.layout import longest_dividing
 from autopar.ir.trace import trace
 from autopar.verification import verify as verification
+from autopar.zoo.model import MIXED
 from autopar.zoo.table import FAMILIES
 
-TARGET, STAGES = "tpu:v5e:2x4", "stages"
+TARGET, STAGES, CONTEXT, SPLASH = "tpu:v5e:2x4", "stages", "context", "-splash"
 #: Options of plans besides pins.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {STAGES: {"stages": 2, "num_microbatches": 4, "per_microbatch": "*"}}
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
@@ -57,6 +62,14 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "rnn": {"width": 1024, "vocab": 2048, "batch": 64},
     "unet": {"channels": 64, "image": 16, "batch": 64},
 }  # fmt: skip
+#: Sequences of 16 blocks of 512 positions, two for each of eight devices; fewer heads than devices; bfloat16.
+LONG: Mapping[str, Any] = {"attention": "splash", "heads": 4, "seq": 8192, "batch": 8, "precision": MIXED}
+#: The same of models with splash attention; in plans along positions they have one example.
+KERNEL_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "gpt-splash": {**SIZES["gpt"], **LONG},
+    "llama3-splash": {**SIZES["llama3"], **LONG, "kv_heads": 2},
+    "moe-splash": {**SIZES["moe"], **LONG},
+}
 
 #: Platform -> what prices the plans.
 CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
@@ -119,11 +132,17 @@ def _by_table(path: str, shape: Sequence[int], model: zoo.Model, axis: str, size
     return PartitionSpec()
 
 
+def _context(model: zoo.Model, mesh: Mapping[str, int]) -> Pins:
+    """Tokens [B,S] along their positions."""
+    return {f"batch/{path}": PartitionSpec(None, tuple(mesh)) for path, _ in _paths(model.abstract_args()[1])}
+
+
 PLANS: Mapping[str, Callable[[zoo.Model, Mapping[str, int]], Pins]] = {
     "free": _free,
     "data": _data,
     "fsdp": _fsdp,
     "megatron": _megatron,
+    CONTEXT: _context,
     STAGES: _free,
 }
 
@@ -131,17 +150,19 @@ PLANS: Mapping[str, Callable[[zoo.Model, Mapping[str, int]], Pins]] = {
 # Measuring
 
 
-def build(name: str) -> zoo.Model:
-    """The model of a row of `SIZES`."""
-    if name not in SIZES:
-        raise ArgumentError(f"model {name!r} has no sizes for this benchmark. Available: {', '.join(SIZES)}")
-    family = FAMILIES[name]
-    return family.build(f"{name}-wide", dataclasses.replace(family.sizes["toy"], **SIZES[name]))
+def build(name: str, school: str = "") -> zoo.Model:
+    """The model of a row of `SIZES` or `KERNEL_SIZES`, for a plan."""
+    every = {**SIZES, **KERNEL_SIZES}
+    if name not in every:
+        raise ArgumentError(f"model {name!r} has no sizes for this benchmark. Available: {', '.join(every)}")
+    family = FAMILIES[name.removesuffix(SPLASH)]
+    sizes = {**every[name], **({"batch": 1} if school == CONTEXT else {})}
+    return family.build(f"{name}-wide", dataclasses.replace(family.sizes["toy"], **sizes))
 
 
 def row(name: str, sizes: Sequence[int], school: str, target: str) -> Row:
     """One plan, compiled for the target and compared."""
-    model = build(name)
+    model = build(name, school)
     mesh: dict[str, int] = dict(zip(map(str, DEFAULT_AXIS_NAMES), sizes, strict=False))
     begin = time.perf_counter()
     pins = PLANS[school](model, mesh)
@@ -170,10 +191,17 @@ def row(name: str, sizes: Sequence[int], school: str, target: str) -> Row:
         "compiled_flops": report.flops,
         "predicted_accessed_bytes": plan.bytes_per_device,
         "compiled_accessed_bytes": report.accessed,
+        "predicted_memory": max(stage.peak_memory_bytes for stage in plan.stages),
+        "compiled_memory": _peak(report.memory),
         "loops": school == STAGES or _has_loops(model),
         "plan_s": planned - begin,
         "compile_s": time.perf_counter() - planned,
     }
+
+
+def _peak(memory: Mapping[str, int]) -> int:
+    """Bytes per device at the peak, as `autopar bench predictions` counts them."""
+    return sum(memory.get(kind, 0) for kind in ("arguments", "results", "temporaries")) - memory.get("aliased", 0)
 
 
 def _has_loops(model: zoo.Model) -> bool:
@@ -186,6 +214,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     worker.cpu_devices(max(8, *(math.prod(m) for m in spec["meshes"])))
     for sizes in spec["meshes"]:
         for school in spec["plans"]:
+            if school == CONTEXT and not spec["model"].endswith(SPLASH):
+                continue
             yield row(spec["model"], sizes, school, spec["target"])
 
 
@@ -208,7 +238,7 @@ def run(
 
 
 def _check_known(models: Sequence[str], plans: Sequence[str], target: str) -> None:
-    for what, names, available in (("model", models, SIZES), ("plan", plans, PLANS)):
+    for what, names, available in (("model", models, {**SIZES, **KERNEL_SIZES}), ("plan", plans, PLANS)):
         for name in names:
             if name not in available:
                 raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(available)}")
@@ -254,7 +284,8 @@ def line(row: Row) -> str:
         f"{'ok  ' if row['ok'] else 'FAIL'} {row['model']:<8} {mesh:<6} {row['plan']:<9}",
         f"wire MB {row['predicted_wire_bytes'] / 1e6:8.2f} compiled {row['compiled_wire_bytes'] / 1e6:8.2f}",
         f"({row['ratio']:.3f})  {row['matched']:>3} as predicted, {len(row['unexplained'])} unexplained",
-        f" flops {_relative(row, 'flops')}  bytes {_relative(row, 'accessed_bytes')}{exceptions}",
+        f" flops {_relative(row, 'flops')}  bytes {_relative(row, 'accessed_bytes')}  "
+        f"memory {_relative(row, 'memory')}{exceptions}",
     ]
     return " ".join(parts)
 

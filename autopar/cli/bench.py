@@ -171,7 +171,9 @@ def bench_predictions(
 def bench_compile(
     models: Models = None,
     meshes: Meshes = None,
-    plans: Annotated[str | None, typer.Option(help="free, data, fsdp, megatron, stages; with commas between")] = None,
+    plans: Annotated[
+        str | None, typer.Option(help="free, data, fsdp, megatron, context, stages; with commas between")
+    ] = None,
     target: Annotated[str, typer.Option(help="tpu:v5e:2x4, gpu:h100:8 or cpu")] = "tpu:v5e:2x4",
     as_json: Json = False,
 ) -> None:

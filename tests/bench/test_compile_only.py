@@ -24,6 +24,13 @@ def test_forced_plans_pin_what_they_say() -> None:
     assert compile_only.PLANS["megatron"](model, {"x": 8})["batch/x"] == P()
 
 
+def test_a_plan_along_positions_pins_the_tokens() -> None:
+    model = compile_only.build("llama3-splash")
+    assert compile_only.PLANS["context"](model, MESH) == dict.fromkeys(
+        ("batch/labels", "batch/tokens"), P(None, ("x", "y"))
+    )
+
+
 def test_figures_are_taken_over_all_rows() -> None:
     row = {
         "ok": True, "exceptions": {}, "unexplained": [], "ratio": 1.0, "loops": False,
@@ -45,6 +52,7 @@ def test_a_row_on_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     row = compile_only.row("mlp", (2, 4), "megatron", "cpu")
     assert row["ok"], row["unexplained"]
     assert row["ratio"] == pytest.approx(1.0)
+    assert row["predicted_memory"] == pytest.approx(row["compiled_memory"], rel=0.5)
     assert row["predicted_flops"] == pytest.approx(row["compiled_flops"], rel=0.1)
     assert "ok   mlp      2x4    megatron" in compile_only.table([row])
     staged = compile_only.row("mlp", (2, 4), "stages", "cpu")
