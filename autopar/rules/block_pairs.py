@@ -7,11 +7,23 @@ Source: Dubey et al. (2024), The Llama 3 Herd of Models, section 3.3.2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+
+from autopar.rules.sent import Sent
+
+
+def exchanged(arrays: Iterable[int], factor: int) -> Iterator[Sent]:
+    """The exchanges of arrays, numbers among operands and results: their first blocks, which two devices keep, and
+    their second ones.
+    """
+    for i in arrays:
+        yield Sent("collective-permute", i, (factor,), 0.5, least=3)
+        yield Sent("collective-permute", i, (factor,), 0.5)
 
 
 @dataclass(frozen=True, slots=True)

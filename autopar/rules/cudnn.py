@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from autopar.ir.op_sets import ATTENTION
+from autopar.rules.block_pairs import exchanged
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.sent import Sent
 
@@ -190,7 +191,7 @@ def sent(name: str, params: Params, own: Rule) -> tuple[Sent, ...]:
         inside.extend(Sent("all-gather" if i < count else "reduce-scatter", i, (POSITIONS,)) for i in keys)
     if is_causal(params):  # in two halves
         cut = [i for i, dims in enumerate(arrays) if POSITIONS in dims and i not in keys]
-        inside.extend(Sent("collective-permute", i, (POSITIONS,), 0.5) for i in cut for _ in range(2))
+        inside.extend(exchanged(cut, POSITIONS))
     return tuple(inside)
 
 

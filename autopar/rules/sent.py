@@ -17,12 +17,14 @@ class Sent:
         array: of operands and results together, the array that it sends.
         factors: along the axes that cut one of these.
         share: of a device's piece of the array.
+        least: number of devices from which on anything is sent.
     """
 
     kind: Literal["all-reduce", "all-gather", "reduce-scatter", "collective-permute"]
     array: int
     factors: tuple[int, ...]
     share: float = 1.0
+    least: int = 2
 
     def dims(self, dims: Dims) -> Dims:
         """The factors that cut the larger of what it takes and gives; `dims`: those of the array."""

@@ -12,6 +12,7 @@ The six parts are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -237,8 +238,9 @@ def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
         cut = c.strategies.assigned[choice : choice + 1]
         each = shares(cut, c.strategies.sizes, mesh.sizes)
         for i, collective in enumerate(inside):
-            names = tuple(name for name, f in zip(mesh.names, cut[0].tolist(), strict=True) if f in collective.factors)
-            if names:
+            along = [axis for axis, f in enumerate(cut[0].tolist()) if f in collective.factors]
+            if math.prod(mesh.sizes[axis] for axis in along) >= collective.least:
+                names = tuple(mesh.names[axis] for axis in along)
                 piece = float(share(each, collective.dims((*rule.operands, *rule.results)[collective.array]))[0])
                 nbytes = max(1, round(collective.share * arrays[collective.array].nbytes * piece))
                 count = max(1, round(c.weight))

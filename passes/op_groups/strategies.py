@@ -307,8 +307,9 @@ def _sent_cost(rule: Rule, work: Work, assigned: Factors, mesh: LogicalMesh) -> 
             sent.share * types[sent.array].nbytes * share(shares(assigned, rule.sizes, mesh.sizes), dims[sent.array])
         )
         for axes in _axis_sets(len(mesh.sizes)):
-            exactly = (along == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
-            cost += np.where(exactly, collective_time(sent.kind, nbytes, axes, mesh), 0.0)
+            if math.prod(mesh.sizes[a] for a in axes) >= sent.least:
+                exactly = (along == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
+                cost += np.where(exactly, collective_time(sent.kind, nbytes, axes, mesh), 0.0)
     return cost
 
 

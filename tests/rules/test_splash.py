@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -146,33 +147,35 @@ def step_of(run: Callable[..., jax.Array]) -> Callable[..., Any]:
     return step
 
 
-def planned(name: str, devices: int, blocks: int) -> tuple[Any, Any, Any]:
-    """The plan of a step with one example, and its results beside those of the step as it is."""
+def planned(name: str, mesh: tuple[int, ...], blocks: int, examples: int = 1) -> tuple[Any, Any, Any]:
+    """The plan of a step with a microbatch for each example, and its results beside those of the step as it is."""
     seq = blocks * BLOCK
     step = step_of(attention(name, seq, 1))
     rng = np.random.default_rng(0)
-    shapes = (16, 1, WIDTH), (16, WIDTH), (16, WIDTH), (1, seq, 16)
+    shapes = (16, 1, WIDTH), (16, WIDTH), (16, WIDTH), (examples, seq, 16)
     *w, x = (rng.normal(size=shape).astype(np.float32) / 4 for shape in shapes)
-    parallel = autopar.parallelize(step, mesh=(devices,), cluster=dear((devices,)), donate_argnums=())
+    options: Any = {"mesh": mesh, "cluster": dear(mesh), "num_microbatches": examples}
+    parallel = autopar.parallelize(step, donate_argnums=(), **options)
     plan = parallel.plan(w, x)
     assert autopar.verify(plan, step, w, x, target="cpu").ok
     return plan, parallel(w, x), jax.jit(step)(w, x)
 
 
 CASES = {
-    "pairs of blocks": ("causal", 4, 8, {"fwd", "dq", "dkv"}),
-    "blocks": ("causal", 3, 3, {"fwd", "dq", "dkv"}),
-    "full": ("full", 4, 4, {"fwd", "dq", "dkv"}),
-    "window": ("window", 4, 8, {"fwd", "dq"}),
-    "stored": ("stored", 4, 8, {"fwd", "dq", "dkv"}),
+    "pairs of blocks": ("causal", (4,), 8, {"fwd", "dq", "dkv"}),
+    "blocks": ("causal", (3,), 3, {"fwd", "dq", "dkv"}),
+    "full": ("full", (2, 2), 4, {"fwd", "dq", "dkv"}),
+    "window": ("window", (4,), 8, {"fwd", "dq"}),
+    "stored": ("stored", (4,), 8, {"fwd", "dq", "dkv"}),
 }
 
 
 @pytest.mark.filterwarnings("ignore:step. the mesh .x=3. leaves 5 of the 8 devices")
 @pytest.mark.parametrize("name", CASES)
 def test_positions_are_cut_and_give_the_whole(name: str) -> None:
-    mask, devices, blocks, cut = CASES[name]
-    plan, ours, theirs = planned(mask, devices, blocks)
+    mask, mesh, blocks, cut = CASES[name]
+    plan, ours, theirs = planned(mask, mesh, blocks)
+    devices = math.prod(mesh)
     by_pass = calls(mask, blocks * BLOCK, 1, 1)
     assert {kind for kind, (_, rule) in by_pass.items() if devices in [rule.sizes[f] for f in rule.free]} >= cut
     assert any("pallas_call runs replicated" in note for note in plan.notes) == ("dkv" not in cut)
@@ -180,9 +183,24 @@ def test_positions_are_cut_and_give_the_whole(name: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_positions_are_cut_in_microbatches() -> None:
+    plan, ours, theirs = planned("causal", (4,), 8, examples=2)
+    assert any(c.kind == "collective-permute" and c.count == 2 for c in plan.stages[0].collectives)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", [(8,), (2, 4), (2, 2, 2)])
+def test_positions_are_cut_over_eight_devices(mesh: tuple[int, ...]) -> None:
+    _, ours, theirs = planned("causal", mesh, 16)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_tables_of_the_whole_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device takes the first rows of the tables."""
     monkeypatch.setattr(splash, "local_tables", lambda tables, *_: tables)
-    _, ours, theirs = planned("causal", 4, 8)
+    _, ours, theirs = planned("causal", (4,), 8)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(ours[0][0], theirs[0][0], rtol=1e-5, atol=1e-6)

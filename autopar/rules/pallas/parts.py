@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from autopar.rules.block_pairs import BlockPairs
+from autopar.rules.block_pairs import BlockPairs, exchanged
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.pallas import splash
 from autopar.rules.pallas.axes import GridAxis, Queries
@@ -79,8 +79,7 @@ def sent(params: Params, own: Rule) -> tuple[Sent, ...]:
     for axis in grid_axes(params):
         if axis.queries is not None and axis.queries.pairs and not axis.queries.sums:
             factor = next(arrays[i][dim] for i, dim in enumerate(axis.dims) if dim is not None)
-            exchanged = [i for i, dims in enumerate(arrays) if factor in dims and factor in own.free]
-            inside.extend(Sent("collective-permute", i, (factor,), 0.5) for i in exchanged for _ in range(2))
+            inside.extend(exchanged([i for i, dims in enumerate(arrays) if factor in {*dims} & {*own.free}], factor))
     return tuple(inside)
 
 
@@ -116,7 +115,9 @@ def _bind_queries(
     """Call a kernel of splash attention on a device's positions of queries."""
     queries, count, operands = axis.queries or Queries(sums=False, pairs=False), len(parts), [*parts]
     first, dim = next((i, d) for i, d in enumerate(axis.dims) if d is not None)
-    devices = equation.invars[first].aval.shape[dim] // parts[first].shape[dim]
+    mapping = equation.params["grid_mapping"]
+    whole = mapping.block_mappings[first - mapping.num_index_operands].array_aval.shape[dim]
+    devices = whole // parts[first].shape[dim]
     blocks, pairs = axis.size // devices, BlockPairs(names, devices)
     if queries.pairs:
         half = jnp.arange(blocks // 2)
@@ -124,8 +125,7 @@ def _bind_queries(
         operands = [x if d is None else pairs.joined(x, d) for x, d in zip(parts, axis.dims, strict=False)]
     else:
         own = jax.lax.axis_index(names) * blocks + jnp.arange(blocks)
-    tables = equation.params["grid_mapping"].num_index_operands
-    if tables:
+    if tables := mapping.num_index_operands:
         operands[:tables] = splash.local_tables(operands[:tables], own, queries)
     bound = _bind(equation, results, operands)
     if queries.sums:
@@ -139,7 +139,7 @@ def _bind(equation: Any, results: Sequence[Shape], parts: Sequence[Any]) -> list
     params, prefetched = equation.params, equation.params["grid_mapping"].num_index_operands
     changed = part_params(params, [tuple(part.shape) for part in parts], results)
     # the body and the index maps take tables in their whole shape, of which the runs here read the beginning
-    shapes = [v.aval.shape for v in equation.invars[:prefetched]]
+    shapes = [reference.aval.shape for reference in params["jaxpr"].invars[:prefetched]]
     tables = [
         jnp.pad(part, [(0, n - m) for n, m in zip(shape, part.shape, strict=True)]) if part.shape != shape else part
         for part, shape in zip(parts[:prefetched], shapes, strict=True)
