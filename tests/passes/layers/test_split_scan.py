@@ -18,11 +18,12 @@ from autopar.ir.trace import Traced, trace
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import split_scan
 
-W, X = jnp.sin(jnp.arange(5 * 4 * 4.0)).reshape(5, 4, 4), jnp.cos(jnp.arange(12.0)).reshape(3, 4)
+W = np.sin(np.arange(5 * 4 * 4)).reshape(5, 4, 4).astype(np.float32)
+X = np.cos(np.arange(12)).reshape(3, 4).astype(np.float32)
 
 
 def run(graph: Graph, leaves: list[Any]) -> list[Any]:
-    """What a program computes, operation by operation."""
+    """What a program computes."""
     values = {**dict(zip(graph.inputs, leaves, strict=True)), **dict(graph.constants)}
     for op in graph.ops:
         operands = [values[a] if isinstance(a, int) else a.value for a in op.inputs]
@@ -33,8 +34,8 @@ def run(graph: Graph, leaves: list[Any]) -> list[Any]:
 def equal(traced: Traced, pieces: int, args: tuple[Any, ...], batch: tuple[int, ...] = ()) -> Graph:
     """The program with split scans, after a check that it computes the same."""
     cut = verify(split_scan.split_scans(traced.graph, pieces, batch))
-    leaves = jax.tree.leaves(args)
-    for ours, other in zip(run(cut, leaves), run(traced.graph, leaves), strict=True):
+    results = jax.jit(lambda leaves: [run(graph, leaves) for graph in (cut, traced.graph)])(jax.tree.leaves(args))
+    for ours, other in zip(*results, strict=True):
         np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-6)
     return cut
 

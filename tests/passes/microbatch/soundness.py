@@ -229,7 +229,7 @@ def accepted(numbered: tuple[int, Use], dtype: str, extents: str) -> list[Accept
 @cache
 def _traced(use: Use, operands: tuple[Operand, ...], dtype: str, extents: str) -> Graph | None:
     """The use on whole operands; None where it does not take the dtype."""
-    arrays = [jnp.asarray(data(o.shape, o.kind, dtype, 0, o.most)) for o in operands]
+    arrays = [data(o.shape, o.kind, dtype, 0, o.most) for o in operands]
     try:
         return trace(lambda *xs: use.call(EXTENTS[extents], *xs), *arrays).graph
     except (TypeError, ValueError, NotImplementedError, AssertionError):
