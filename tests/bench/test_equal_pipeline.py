@@ -1,18 +1,22 @@
-"""bench equal --pipeline: a pairwise cover of the product, each case in a worker as the benchmark runs it."""
+"""bench equal --pipeline: a pairwise cover of the product, each case as a worker runs it, and one in a worker."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from autopar import zoo
 from autopar.bench import worker
+from autopar.bench.equal import case as equal_case
 from autopar.bench.equal import pipeline as equal_pipeline
+from autopar.bench.equal import pipeline_case
 from autopar.bench.equal.pipeline_case import Row
 from autopar.errors import ArgumentError
 from tests.support.effort import sample
@@ -39,7 +43,15 @@ def test_the_cover_has_every_kind_of_model_schedule_number_of_stages_and_dtype()
 def test_steps_in_stages_equal_single_device_steps(
     model: str, schedule: str, stages: int, inner: str, dtype: str
 ) -> None:
-    (row,) = equal_pipeline.run(equal_pipeline.Product((model,), (schedule,), (stages,), (inner,), (dtype,)))
+    with jax.enable_x64(dtype == "float64"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        baseline = equal_case.single(model, dtype, pipeline_case.BATCH)
+        row = pipeline_case.case(baseline, schedule, stages, inner, dtype)
+    assert row.ok, row.failures
+
+
+def test_a_worker_gives_a_row() -> None:
+    (row,) = equal_pipeline.run(equal_pipeline.Product(("mlp-toy",), ("gpipe",), (2,), ("data",), ("float64",)))
     assert row["ok"], equal_pipeline.line(row)
 
 

@@ -179,7 +179,7 @@ def an_infinite_batch() -> Any:
 
 CASES: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "one mesh": lambda: difference("mlp-toy", mesh=(2, 2)),
-    "1f1b": lambda: difference("gpt-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
+    "1f1b": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
     "tied": lambda: difference("gpt-toy-tied", mesh=(DEVICES,), stages=2, schedule="zb-h1"),
     "two stages each": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=4, schedule="1f1b"),
     "spanning": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
