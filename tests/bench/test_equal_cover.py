@@ -1,7 +1,7 @@
 """A toy of every kind on one mesh, every mesh for one toy at least: the cases of `autopar bench equal` in the suite.
 
-Each does what a worker of the benchmark does: three steps, donation, tracing, replanning, bytes on the wire. One runs in
-a worker; a process for each would take a third of the time.
+Each does what a worker of the benchmark does: three steps, donation, tracing, replanning, bytes on the wire. One runs
+in a worker; a process for each would take a third of the time.
 """
 
 from __future__ import annotations
