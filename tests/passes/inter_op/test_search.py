@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ from autopar.schedules import SCHEDULES, Size, make
 from tests.support.effort import examples, sample
 
 
+@cache
 def traced(name: str, **sizes: Any) -> Traced:
     model = zoo.build(name, **sizes)
     return trace(model.step, *model.abstract_args())
