@@ -14,7 +14,8 @@ from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.cost import StageTimes
 from autopar.passes.stages.memory import StageMemory
-from tests.passes.inter_op.test_search import cluster, traced
+from tests.passes.inter_op.test_search import cluster
+from tests.support.traces import traced
 
 POSITIVE = st.floats(1e-3, 1e3)
 COUNTS = st.integers(1, 512)

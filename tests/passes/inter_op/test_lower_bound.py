@@ -31,8 +31,8 @@ from autopar.plans.builders.pipeline import make_plan
 from autopar.rules import rules_of
 from tests.passes.inter_op.test_dynamic_program import divisions
 from tests.passes.inter_op.test_optimality import CLUSTERS
-from tests.passes.inter_op.test_search import traced
 from tests.support.effort import examples, sample
+from tests.support.traces import traced
 
 COUNT = 2
 MODELS: dict[str, dict[str, Any]] = {

@@ -18,8 +18,9 @@ from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import NONE
 from tests.passes.inter_op.test_dynamic_program import divisions, priced
-from tests.passes.inter_op.test_search import cluster, traced
+from tests.passes.inter_op.test_search import cluster
 from tests.support.effort import sample
+from tests.support.traces import traced
 
 COUNTS = (2, 4)
 

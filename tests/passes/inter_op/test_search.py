@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import zoo
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
 from autopar.hardware.cluster import Cluster
@@ -48,12 +46,7 @@ from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.plan import StageProblem
 from autopar.schedules import SCHEDULES, Size, make
 from tests.support.effort import examples, sample
-
-
-@cache
-def traced(name: str, **sizes: Any) -> Traced:
-    model = zoo.build(name, **sizes)
-    return trace(model.step, *model.abstract_args())
+from tests.support.traces import traced
 
 
 def kinds(step: Traced, count: int) -> LayerClasses:

@@ -22,6 +22,7 @@ from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer, divide
 from autopar.zoo import build
 from tests.passes.microbatch import batch_programs as programs
 from tests.support.effort import sample
+from tests.support.traces import traced
 
 COUNT = 4
 #: Parameters that both ends of a model use; of speech-toy, both ends of the decoder, which is in one stage or in two.
@@ -49,8 +50,7 @@ def by_hand(layers: Layers, *cuts: int) -> Layers:
 
 
 def in_stages(target: str, borders: tuple[int, ...], weights: bool = False, **options: Any) -> Stages:
-    model = build(target, **options)
-    graph = trace(model.step, *model.abstract_args()).graph
+    graph = traced(target, **options).graph
     return divide(split(graph, COUNT), find(graph), borders, weights=weights)
 
 
@@ -174,8 +174,7 @@ KEPT = ("gpt-toy", "gpt-toy-tied", "moe-toy", "unet-toy", "bert-toy", "t5-toy", 
 )
 def test_cotangents_that_cross_have_the_bytes_of_activations(target: str, policy: str) -> None:
     """At every border between layers, rematerialised or not; and a parameter is in two stages only if both use it."""
-    model = build(target)
-    graph = trace(model.step, *model.abstract_args()).graph
+    graph = traced(target).graph
     graph = remat.rewrite(graph, [policy if open_ else remat.NONE for open_ in remat.recomputable(graph)])
     batch = {*range(len(graph.inputs))} - {*match_state(graph).values()}
     parts, layers = split(graph, COUNT, sorted(batch), per_microbatch=("*",)), find(graph)

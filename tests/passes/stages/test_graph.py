@@ -23,6 +23,7 @@ from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.passes.stages.isomorphism import canonical_form, renamed
 from autopar.zoo import build as zoo
 from tests.support.effort import sample
+from tests.support.traces import traced
 
 COUNT = 4
 
@@ -30,12 +31,11 @@ COUNT = 4
 def staged(
     name: str, stages: int = 2, *, weights: bool = False, **options: Any
 ) -> tuple[Stages, list[StageGraph], Any]:
-    model = zoo(name, **options)
-    traced = trace(model.step, *model.abstract_args())
-    layers = find(traced.graph)
+    step = traced(name, **options)
+    layers = find(step.graph)
     borders = [round(len(layers.layers) * (i + 1) / stages) for i in range(stages - 1)]
-    divided = divide(split(traced.graph, COUNT), layers, borders, weights=weights)
-    return divided, [stage_graph(divided, s, traced.in_avals) for s in range(stages)], traced
+    divided = divide(split(step.graph, COUNT), layers, borders, weights=weights)
+    return divided, [stage_graph(divided, s, step.in_avals) for s in range(stages)], step
 
 
 @pytest.mark.parametrize(
