@@ -33,11 +33,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left]
 
 
-def pytest_collection_finish() -> None:
-    """Modules, and the tests themselves, stay to the end: the garbage collector need not visit them."""
-    gc.freeze()
-
-
 def pytest_sessionfinish() -> None:
     """Collect what is left once: pytest does it five times, to hear of errors in finalizers."""
     gc.collect()
