@@ -24,8 +24,6 @@ from autopar.rules import pallas, rules_of
 from autopar.rules.pallas import splash
 from autopar.rules.pallas.axes import Queries
 
-pytestmark = pytest.mark.core
-
 BLOCK, WIDTH = 128, 128
 
 
@@ -66,6 +64,7 @@ def calls(name: str, seq: int, batch: int = 8, heads: int = 4, **options: Any) -
     return {op.params["name"].split("_")[2]: (op, read[op.signature]) for op in ops}
 
 
+@pytest.mark.core
 def test_batch_heads_and_pairs_of_blocks_are_cut() -> None:
     """In JAX 0.10 scratch memory is results that all heads share and nothing reads."""
     by_pass = calls("causal", 4 * BLOCK, multi_query=False)
@@ -75,11 +74,13 @@ def test_batch_heads_and_pairs_of_blocks_are_cut() -> None:
         assert len(rule.reduced) == (name == "dkv")
 
 
+@pytest.mark.core
 def test_an_odd_number_of_blocks_has_no_pairs() -> None:
     for _, rule in calls("causal", 3 * BLOCK, multi_query=False).values():
         assert [rule.sizes[f] for f in rule.free] == [8, 4, 3]
 
 
+@pytest.mark.core
 def test_rows_of_a_window_are_fewer_than_blocks_of_queries() -> None:
     """Blocks of the table of dkv are moved together, and a device's own might not fit."""
     by_pass = calls("window", 4 * BLOCK, multi_query=False)
@@ -87,6 +88,7 @@ def test_rows_of_a_window_are_fewer_than_blocks_of_queries() -> None:
     assert free == {"fwd": [8, 4, 2], "dq": [8, 4, 2], "dkv": [8, 4]}
 
 
+@pytest.mark.core
 def test_a_kernel_of_another_name_is_no_sum() -> None:
     op, _ = calls("causal", 4 * BLOCK)["dkv"]
     renamed = {**op.params, "name": "my_dkv"}
@@ -95,6 +97,7 @@ def test_a_kernel_of_another_name_is_no_sum() -> None:
     assert "accumulates" in pallas.obstacles(renamed)
 
 
+@pytest.mark.core
 def test_a_kernel_that_uses_its_row_in_another_way_is_no_sum() -> None:
     """The row is compared with the second row as well."""
     op, _ = calls("causal", 4 * BLOCK)["dkv"]
@@ -111,7 +114,7 @@ def test_a_kernel_that_uses_its_row_in_another_way_is_no_sum() -> None:
 # Tables
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_a_device_computes_the_blocks_of_its_queries_that_the_mask_has(data: Any) -> None:
     rows, columns, parts = 4, data.draw(st.sampled_from([2, 3, 5])), data.draw(st.sampled_from([1, 2, 4]))
@@ -171,7 +174,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:step. the mesh .x=3. leaves 5 of the 8 devices")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("pairs of blocks", marks=pytest.mark.core), *[*CASES][1:]])
 def test_positions_are_cut_and_give_the_whole(name: str) -> None:
     mask, mesh, blocks, cut = CASES[name]
     plan, ours, theirs = planned(mask, mesh, blocks)
