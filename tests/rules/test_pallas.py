@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -428,6 +428,14 @@ REFUSED: dict[str, tuple[Callable[[], Kernel], str]] = {
     "rotated": (lambda: of_rows(identity, block(lambda i: ((i + 1) % 4, 0))), "block indices of operand 0"),
     "every second": (lambda: of_rows(identity, block(lambda i: (i // 2, 0))), "block indices of operand 0"),
     "chosen": (lambda: of_rows(identity, block(lambda i: (jnp.where(i > 1, i, 0), 0))), "block indices of operand 0"),
+    "chosen by a comparison": (
+        lambda: of_rows(identity, block(lambda i: (jnp.where(i == 1, 0, 1), 0))),
+        "block indices of operand 0",
+    ),
+    "chosen by a condition": (
+        lambda: of_rows(identity, block(lambda i: (jax.lax.cond(i == 1, lambda: 0, lambda: 1), 0))),
+        "block indices of operand 0",
+    ),
     "a diagonal": (
         lambda: (lambda x: call(identity, (4,), [block(lambda i: (i, i))], ROWS, LIKE)(x), (array(32, 32),)),
         "several dimensions of operand 0 follow it",
@@ -586,6 +594,63 @@ def test_some_random_kernels_are_cut_with_scratch_memory_and_places() -> None:
         return free and len(op.params["jaxpr"].invars) > 3 and "program_id" in str(op.params["jaxpr"])
 
     assert assert_cut_is_whole(find(random_kernels(), is_wanted, settings=FIRST)) > 0
+
+
+@st.composite
+def tabled_kernels(draw: Any) -> Kernel:
+    """A kernel over a grid (n, n) with a prefetched table [n,n], which index maps and the body read in some places."""
+    n = draw(st.sampled_from([2, 3, 4]))
+    kinds = st.sampled_from([*["axis"] * 6, "reversed", "zero"])
+    reads = st.tuples(st.tuples(kinds, st.integers(0, 1)), st.tuples(kinds, st.integers(0, 1)))
+    in_map, in_body = draw(st.none() | reads), draw(st.lists(reads, max_size=2))
+    table = jnp.array(draw(st.lists(st.integers(0, n - 1), min_size=n * n, max_size=n * n)), jnp.int32).reshape(n, n)
+
+    def element(table: Any, read: Any, places: Sequence[Any]) -> Any:
+        return table[tuple({"axis": places[a], "reversed": n - 1 - places[a], "zero": 0}[kind] for kind, a in read)]
+
+    def body(table: Any, x: Any, out: Any) -> None:
+        out[...] = x[...]
+        for read in in_body:
+            out[...] += element(table, read, [pl.program_id(0), pl.program_id(1)])
+
+    def index(i: Any, j: Any, table: Any) -> tuple[Any, Any]:
+        return (i if in_map is None else element(table, in_map, (i, j))), j
+
+    def run(table: jax.Array, x: jax.Array) -> Any:
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(n, n),
+            in_specs=[pl.BlockSpec((2, 2), index)],
+            out_specs=pl.BlockSpec((2, 2), lambda i, j, table: (i, j)),
+        )
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(body, grid_spec=spec, out_shape=like, interpret=True)(table, x)
+
+    return run, (table, array(2 * n, 2 * n, dtype=jnp.int32))
+
+
+@settings(max_examples=15, deadline=None)
+@given(tabled_kernels())
+def test_random_kernels_with_tables_are_whole_when_cut(kernel: Kernel) -> None:
+    assert_cut_is_whole(kernel)
+
+
+def test_some_random_tables_are_cut() -> None:
+    def is_wanted(kernel: Kernel) -> bool:
+        return any(not axis.obstacle and axis.dims[0] is not None for axis in axes(kernel))
+
+    assert assert_cut_is_whole(find(tabled_kernels(), is_wanted, settings=FIRST)) > 0
+
+
+def test_a_table_whose_other_reads_are_not_looked_at_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_read(walk: places._Walk, operands: Sequence[Any], grid: Sequence[int]) -> dict[tuple[int, int], int]:
+        return {(operand, d): i.axis for operand, of in walk.reads.items() for d, i in enumerate(of[0]) if i.axis >= 0}
+
+    monkeypatch.setattr(places._Walk, "tables", first_read)
+    with pytest.raises(AssertionError):
+        assert_cut_is_whole(prefetched(ORDER, reads_the_first, lambda i, rows: (rows[i], 0)))
+    with pytest.raises(AssertionError):
+        assert_cut_is_whole(prefetched(PLANE, reads_the_diagonal, lambda i, rows: (i, 0)))
 
 
 # Kernels of JAX

@@ -104,8 +104,7 @@ def _walk(walk: _Walk, params: Params) -> list[tuple[BlockDim, ...]]:
         dims = zip(block.array_aval.shape, sizes, indices, strict=True)
         blocks.append(tuple(BlockDim(n, size, i if size else Origin(-1, i.depends_on)) for n, size, i in dims))
     walk.used.clear()  # index maps may use any place: their results say so
-    walk.compared.clear()
-    walk.axes = body_axes(params)
+    walk.in_body, walk.axes = True, body_axes(params)
     body = params["jaxpr"]
     tables = dict(zip(body.invars, range(mapping.num_index_operands), strict=False))
     walk.run(body, [Origin()] * len(body.invars), tables)
@@ -126,6 +125,7 @@ class _Walk:
 
     Attributes:
         queues, along: `queues` of `places_of`, and `Places.tables` as far as they are derived.
+        in_body: the body is followed, and not an index map.
         axes: the grid axes that the jaxpr can ask for.
         reads: prefetched operand -> the indices of every read of it.
         opaque: prefetched operands that are read or written in another way.
@@ -134,6 +134,7 @@ class _Walk:
 
     queues: Mapping[int, int]
     along: Mapping[tuple[int, int], int]
+    in_body: bool = False
     axes: Sequence[int] = ()
     reads: dict[int, list[tuple[Origin, ...]]] = field(default_factory=dict[int, list[tuple[Origin, ...]]])
     opaque: set[int] = field(default_factory=set[int])
@@ -177,23 +178,24 @@ class _Walk:
             return self.run(inner, operands, inside)
         if name in ("convert_element_type", "copy") and _is_integer(equation.outvars[0].aval):
             return operands
-        if name == "eq" and self._compares(equation, operands):
+        if name == "eq" and self.in_body and self._compares(equation, operands):
             return [Origin()]
         if name == "cond":
-            self._use(operands[:1])
+            results = operands[:1]
             for branch in equation.params["branches"]:
                 jaxpr = getattr(branch, "jaxpr", branch)
                 inside = {v: n for v, n in zip(jaxpr.invars, numbers[1:], strict=True) if n is not None}
-                self._use(self.run(jaxpr, operands[1:], inside))
-            return [Origin()] * count
-        self._use(operands)
+                results = [*results, *self.run(jaxpr, operands[1:], inside)]
+            return self._used(results, count)
         self.opaque.update(n for n in numbers if n is not None)
         asked = frozenset[int]().union(*map(self._asked, inner_jaxprs(equation)))
-        self.used |= asked
-        return [Origin(-1, asked.union(*(origin.depends_on for origin in operands)))] * count
+        return self._used([*operands, Origin(-1, asked)], count)
 
-    def _use(self, origins: Sequence[Origin]) -> None:
-        self.used.update(*(origin.depends_on for origin in origins))
+    def _used(self, origins: Sequence[Origin], count: int) -> list[Origin]:
+        """Origins of so many results that depend on all of these."""
+        depends_on = frozenset[int]().union(*(origin.depends_on for origin in origins))
+        self.used |= depends_on
+        return [Origin(-1, depends_on)] * count
 
     def _element(self, equation: Any, table: int, origins: Mapping[Any, Origin]) -> Origin:
         """An element that is read from a prefetched operand."""
