@@ -23,10 +23,9 @@ from autopar.rules import cudnn, pallas, partitioned
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.rules.registry import registered_rules
-from autopar.rules.sent import Sent
 from autopar.rules.shardy import read_rules
 
-__all__ = ["SHARD_MAPPED", "Rule", "RuleReader", "Sent", "parse", "replicated_rule", "rules_of", "sent"]
+__all__ = ["SHARD_MAPPED", "Rule", "RuleReader", "parse", "replicated_rule", "rules_of"]
 
 #: Leaf primitives whose lowering is opaque, or that cannot be lowered alone; replicated unless a rule is registered.
 OPAQUE = (
@@ -161,13 +160,6 @@ def _key(op: Op) -> Hashable:
 
 def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
     return [graph.type_of(a).shape for a in atoms]
-
-
-def sent(op: Op, rule: Rule) -> tuple[Sent, ...]:
-    """The collectives of the devices that run an operation together, besides those that reduce partial sums."""
-    if op.name in ATTENTION:
-        return cudnn.sent(op.name, op.params, rule)
-    return pallas.sent(op.params, rule) if op.name == "pallas_call" and rule.origin == "autopar" else ()
 
 
 def _unread(graph: Graph) -> Mapping[int, tuple[int, ...]]:

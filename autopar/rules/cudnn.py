@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -153,7 +154,8 @@ def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence
         for side in sides
     ]
     need = [*(FACTORS.index(letter) for letter in kept), *range(len(FACTORS), len(sizes))]
-    return Rule(dims[0], dims[1], tuple(sizes), (), tuple(sorted(need)), "autopar")
+    own = Rule(dims[0], dims[1], tuple(sizes), (), tuple(sorted(need)), "autopar")
+    return replace(own, sent=_sent(name, params, own))
 
 
 def _heads_of_keys(operands: Sequence[tuple[Shape, tuple[str, ...]]]) -> list[int]:
@@ -175,7 +177,7 @@ def gathers(own: Rule) -> bool:
     return POSITIONS in own.operands[1]
 
 
-def sent(name: str, params: Params, own: Rule) -> tuple[Sent, ...]:
+def _sent(name: str, params: Params, own: Rule) -> tuple[Sent, ...]:
     """The collectives of an operation with this rule, wherever it is cut -> `autopar.rules.context_parallel`."""
     produced = {f for dims in own.results for f in dims if f in own.free}
     count, arrays = len(own.operands), (*own.operands, *own.results)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
+from autopar.rules.sent import Sent
 
 Dims = tuple[int, ...]
 
@@ -34,6 +35,7 @@ class Rule:
         reduced: factors summed over: sharded along them, the operation leaves partial sums.
         need_replication: factors along which the operation cannot be sharded.
         origin: "shardy", "autopar", "custom_partitioning" (what the operation says), or "user".
+        sent: collectives of the devices that run it together, besides those that reduce partial sums.
     """
 
     operands: tuple[Dims, ...]
@@ -42,6 +44,7 @@ class Rule:
     reduced: tuple[int, ...] = ()
     need_replication: tuple[int, ...] = ()
     origin: str = "shardy"
+    sent: tuple[Sent, ...] = ()
 
     @property
     def free(self) -> tuple[int, ...]:

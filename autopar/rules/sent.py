@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.rules.notation import Dims
-
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -26,7 +24,7 @@ class Sent:
     share: float = 1.0
     least: int = 2
 
-    def dims(self, dims: Dims) -> Dims:
+    def dims(self, dims: tuple[int, ...]) -> tuple[int, ...]:
         """The factors that cut the larger of what it takes and gives; `dims`: those of the array."""
         whole = self.factors if self.kind in ("all-gather", "reduce-scatter") else ()
         return tuple(-1 if f in whole else f for f in dims)

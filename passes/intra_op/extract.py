@@ -29,7 +29,7 @@ from autopar.ir.layout import REPLICATED, Layout, ProgramLayouts, device_share, 
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op.build import layout_at
 from autopar.passes.op_groups.reduction_lowering import emitted
-from autopar.rules import SHARD_MAPPED, manual, sent
+from autopar.rules import SHARD_MAPPED, manual
 
 
 def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
@@ -231,13 +231,13 @@ def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
     rules = model.grouping.rules
     for c, choice in zip(model.grouping.groups, assignment.tolist(), strict=False):  # copies come after groups
         op = graph.by_index[c.op] if c.op >= 0 else None
-        if op is None or not (inside := sent(op, rules[op.signature])):
+        if op is None or not rules[op.signature].sent:
             continue
         rule = rules[op.signature]
         arrays = [*map(graph.type_of, op.inputs), *(graph.types[v] for v in op.outputs)]
         cut = c.strategies.assigned[choice : choice + 1]
         each = shares(cut, c.strategies.sizes, mesh.sizes)
-        for i, collective in enumerate(inside):
+        for i, collective in enumerate(rule.sent):
             along = [axis for axis, f in enumerate(cut[0].tolist()) if f in collective.factors]
             if math.prod(mesh.sizes[axis] for axis in along) >= collective.least:
                 names = tuple(mesh.names[axis] for axis in along)

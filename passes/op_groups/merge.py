@@ -50,7 +50,7 @@ from autopar.passes.op_groups.manual import manual_call
 from autopar.passes.op_groups.pinned import check_bound, has_layout, restrict
 from autopar.passes.op_groups.regions import REGIONS
 from autopar.passes.op_groups.strategies import MOST_PADDING, Work, strategies_of, sum_strategies
-from autopar.rules import SHARD_MAPPED, Rule, sent
+from autopar.rules import SHARD_MAPPED, Rule
 from autopar.rules.manual import MANUAL
 
 #: Operations that always have strategies of their own.
@@ -350,10 +350,7 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     total, backend = flops(op, operands, results), backend_of(b.mesh.device).name
     combined = all(combines(backend, op.name, r.dtype) for r in results)
     unread = tuple(i for i, v in enumerate(op.outputs) if not b.graph.uses_of(v)) if op.name in SHARD_MAPPED else ()
-    inside = sent(op, rule)
-    work = Work(
-        total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot, inside, unread
-    )
+    work = Work(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot, unread)
     if op.index in b.deferral.sums:
         return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
     return strategies_of(rule, work, b.mesh, index)

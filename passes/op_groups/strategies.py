@@ -42,7 +42,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Type
 from autopar.ir.layout import PARTIAL, REPLICATED
 from autopar.passes.op_groups.reduction_lowering import emitted
-from autopar.rules import Rule, Sent
+from autopar.rules import Rule
 
 #: Largest extent of a dimension after padding to even pieces, as a multiple of its extent. All costs below are those of
 #: the padded pieces.
@@ -65,7 +65,6 @@ class Work:
         behind: its reductions can overlap with computation.
         dot: it is a dot, whose partial sums may be reduced in stages
             (`autopar.passes.op_groups.reduction_lowering`).
-        sent: collectives of the devices that run it together.
         unread: results that nothing reads, whose partial sums are not reduced.
     """
 
@@ -80,7 +79,6 @@ class Work:
     product: bool = False
     behind: bool = False
     dot: bool = False
-    sent: tuple[Sent, ...] = ()
     unread: tuple[int, ...] = ()
 
 
@@ -301,7 +299,7 @@ def _sent_cost(rule: Rule, work: Work, assigned: Factors, mesh: LogicalMesh) -> 
     """Seconds of the collectives of the devices that run an operation together, shape (n,)."""
     cost = np.zeros(len(assigned))
     types, dims = (*work.operands, *work.results), (*rule.operands, *rule.results)
-    for sent in work.sent:
+    for sent in rule.sent:
         along = np.isin(assigned, sent.factors)
         nbytes = (
             sent.share * types[sent.array].nbytes * share(shares(assigned, rule.sizes, mesh.sizes), dims[sent.array])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -40,24 +40,33 @@ def rule(params: Params, operands: Sequence[Shape], results: Sequence[Shape], un
     reduced: list[int] = []
     shapes = [*operands, *results]
     dims: list[list[int]] = [[-1] * len(shape) for shape in shapes]
-    for axis in grid_axes(params, unread):
-        if not axis.obstacle and axis.size > 1:
-            for number, dim in enumerate(axis.dims):
-                if dim is not None:
-                    dims[number][dim] = len(sizes)
-            queries = axis.queries or Queries(sums=False, pairs=False)
-            if queries.sums:
-                reduced.append(len(sizes))
-            sizes.append(axis.size // 2 if queries.pairs else axis.size)
-    free = len(sizes)
+    axes = [axis for axis in grid_axes(params, unread) if not axis.obstacle and axis.size > 1]
+    for factor, axis in enumerate(axes):
+        for number, dim in enumerate(axis.dims):
+            if dim is not None:
+                dims[number][dim] = factor
+        queries = axis.queries or Queries(sums=False, pairs=False)
+        if queries.sums:
+            reduced.append(factor)
+        sizes.append(axis.size // 2 if queries.pairs else axis.size)
     for of, shape in zip(dims, shapes, strict=True):
         for d, extent in enumerate(shape):
             if of[d] < 0:
                 of[d] = len(sizes)
                 sizes.append(extent)
     sides: list[Dims] = [tuple(of) for of in dims]
-    count, kept = len(operands), tuple(range(free, len(sizes)))
-    return Rule(tuple(sides[:count]), tuple(sides[count:]), tuple(sizes), tuple(reduced), kept, "autopar")
+    count, kept = len(operands), tuple(range(len(axes), len(sizes)))
+    sent = tuple(sent for factor, axis in enumerate(axes) for sent in _exchanges(axis, factor))
+    return Rule(tuple(sides[:count]), tuple(sides[count:]), tuple(sizes), tuple(reduced), kept, "autopar", sent)
+
+
+def _exchanges(axis: GridAxis, factor: int) -> Iterator[Sent]:
+    """What devices exchange where a factor, which is this axis, is cut in pairs of blocks.
+
+    The gradients of keys and values exchange what those of queries exchange too: compilers merge the two.
+    """
+    if axis.queries is not None and axis.queries.pairs and not axis.queries.sums:
+        yield from exchanged([i for i, dim in enumerate(axis.dims) if dim is not None], factor)
 
 
 def obstacles(params: Params) -> str:
@@ -67,20 +76,6 @@ def obstacles(params: Params) -> str:
     axes = [(i, axis) for i, axis in enumerate(grid_axes(params)) if axis.size > 1]
     reasons = "; ".join(f"grid axis {i}: {axis.obstacle}" for i, axis in axes if axis.obstacle)
     return reasons or "its grid has a single point"
-
-
-def sent(params: Params, own: Rule) -> tuple[Sent, ...]:
-    """The collectives of a kernel with this rule besides those that reduce its results, wherever it is cut.
-
-    The gradients of keys and values exchange what those of queries exchange too: compilers merge the two.
-    """
-    inside: list[Sent] = []
-    arrays = (*own.operands, *own.results)
-    for axis in grid_axes(params):
-        if axis.queries is not None and axis.queries.pairs and not axis.queries.sums:
-            factor = next(arrays[i][dim] for i, dim in enumerate(axis.dims) if dim is not None)
-            inside.extend(exchanged([i for i, dims in enumerate(arrays) if factor in {*dims} & {*own.free}], factor))
-    return tuple(inside)
 
 
 def bind_part(
