@@ -461,7 +461,7 @@ def apart() -> Cluster:
 
 
 def test_a_searched_pipeline_computes_the_step_and_comes_back_from_disk(apart: Cluster, tmp_path: Path) -> None:
-    small = zoo.build("gpt-toy", batch=16, dtype="float64")
+    small = zoo.build("mlp-toy", layers=4, batch=16, dtype="float64")
     batch = small.make_batch(jax.random.key(1))
     step = autopar.parallelize(small.step, cluster=apart, num_microbatches=8)
     plan = step.plan(*small.abstract_args())
@@ -492,7 +492,7 @@ def test_one_host_is_searched_only_when_asked(apart: Cluster) -> None:
 
 def test_one_host_is_searched_where_a_step_is_far_too_large(apart: Cluster) -> None:
     """A 32nd of what the step needs as written is enough in microbatches; a budget by order is for one mesh alone."""
-    large = zoo.build("gpt-toy", batch=256, seq=32)
+    large = zoo.build("gpt-toy", layers=1, batch=256, seq=32)
     args = large.abstract_args()
     single_host = replace(apart, hosts=1, axis_levels=apart.levels[1:])
     nbytes = written_bytes(trace(large.step, *args).graph) / 4 / 32
