@@ -117,6 +117,7 @@ TABLE = np.arange(12, dtype=np.int32).reshape(3, 4) % 5
         (lambda i, j, _: i <= j, 4 + 3 + 2),
         (lambda i, j, _: (i + j) % 2 == 0, 6),
         (lambda i, j, _: jnp.logical_or(i == 1, j // 2 == 0), 4 + 2 + 2),
+        (lambda i, _, __: i.astype(jnp.float32) / 2 > 0.4, 4 + 4),
         (lambda i, _, __: i == pl.num_programs(0) - 1, 4),
         (lambda i, j, table: table[i, j] > 2, int((TABLE > 2).sum())),
         (lambda i, j, table: jnp.where(i == 0, table[i, j], table[i, 0]) == 0, 1 + int((TABLE[1:, 0] == 0).sum()) * 4),

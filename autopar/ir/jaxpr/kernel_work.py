@@ -33,12 +33,20 @@ DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[
 #: Points for which branches are evaluated at most; a larger grid counts every branch. 32 MiB of indices.
 MOST_POINTS = 2**22
 
-_SCALAR: Mapping[str, Callable[..., Any]] = MappingProxyType(
+
+def _quotient(x: Any, y: Any) -> Any:
+    """Integers are divided towards zero."""
+    whole = np.issubdtype(np.result_type(x, y), np.integer)
+    return np.trunc(np.divide(x, y)) if whole else np.divide(x, y)
+
+
+#: Primitive -> what it does with scalars, or arrays of them.
+SCALAR: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
         "ge": np.greater_equal, "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative,
         "sign": np.sign,
-        "div": lambda x, y: np.trunc(np.divide(x, y)), "rem": np.fmod, "max": np.maximum, "min": np.minimum,
+        "div": _quotient, "rem": np.fmod, "max": np.maximum, "min": np.minimum,
         "and": np.bitwise_and, "or": np.bitwise_or, "not": np.bitwise_not, "convert_element_type": np.asarray,
         "select_n": lambda which, *cases: np.choose(np.asarray(which, np.int32), cases),
     }
@@ -168,11 +176,11 @@ def _scalar(equation: Any, operands: Sequence[Any], values: Mapping[Any, Any], g
         return np.arange(grid[axis]).reshape(extents) if name == "program_id" else np.asarray(grid[axis])
     if name == "get":
         return _read(equation, operands[0], values)
-    if name not in _SCALAR or any(a is None for a in operands):
+    if name not in SCALAR or any(a is None for a in operands):
         return None
     if math.prod(np.broadcast_shapes(*(a.shape for a in operands))) > MOST_POINTS:
         return None
-    return np.asarray(_SCALAR[name](*operands)).astype(equation.outvars[0].aval.dtype)
+    return np.asarray(SCALAR[name](*operands)).astype(equation.outvars[0].aval.dtype)
 
 
 def _read(equation: Any, operand: Any, values: Mapping[Any, Any]) -> Any:

@@ -6,25 +6,15 @@ their start. A buffer counts as overwritten once a store covers all its elements
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
 
+from autopar.ir.jaxpr.kernel_work import SCALAR
 from autopar.rules.pallas.places import called
-
-_SCALAR: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
-        "ge": operator.ge, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
-        "and": operator.and_, "or": operator.or_, "max": max, "min": min,
-        "convert_element_type": lambda x: x,
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +57,9 @@ class Initialisation:
                 written.add(buffers[0])
         elif any(buffer is not None and buffer not in written for buffer in buffers):
             return False
-        elif name in _SCALAR and all(value is not None for value in values):
+        elif name in SCALAR and all(value is not None for value in values):
             dtype = equation.outvars[0].aval.dtype  # in which the value may wrap
-            scalars[equation.outvars[0]] = np.asarray(_SCALAR[name](*values)).astype(dtype)[()]
+            scalars[equation.outvars[0]] = np.asarray(SCALAR[name](*values)).astype(dtype)[()]
         return True
 
     @staticmethod
