@@ -165,10 +165,12 @@ def search(
         is_futile = layer_search.insufficient and (shortest < math.inf or layer_search is not closest)
         if layer_search.least_estimate < (1 - REMAT.min_gain) * shortest and not is_futile:
             layer_search.start()
-    started = [layer_search for layer_search in searches if layer_search.planned]
-    best, results = cutoff, [layer_search.best for layer_search in started]
-    for layer_search in sorted(started, key=lambda layer_search: layer_search.estimate):
-        if layer_search.estimate < (1 - REMAT.min_gain) * best:
+    best, results = cutoff, [layer_search.best for layer_search in searches if layer_search.planned]
+    # one that was put off for the estimate of another is due where the other has not become what it promised
+    for layer_search in sorted(searches, key=lambda layer_search: (not layer_search.planned, layer_search.estimate)):
+        is_futile = not layer_search.planned and layer_search.insufficient
+        if layer_search.least_estimate < (1 - REMAT.min_gain) * best and not is_futile:
+            layer_search.start()
             results.append(layer_search.run(best))
         best = min([best, *(result.seconds for result in results if result.fits)])
     as_written = attempt((), "fitting", cutoff=best) if as_written_fastest.seconds < best else as_written_fastest

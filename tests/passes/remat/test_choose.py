@@ -172,6 +172,26 @@ def test_a_policy_with_an_insufficient_forecast_is_skipped_if_another_suffices()
     assert not any("dots" in o.policies for o in results)
 
 
+class Promising(Unequal):
+    """The same, where "dots" is forecast to cost nothing and to suffice, and frees nothing."""
+
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> RematResult[str]:
+        if "dots" not in policies:
+            return super().__call__(policies, effort, cutoff)
+        plan = "plan" if effort == "fastest" else None
+        return RematResult(tuple(policies), plan, 10.0, self.peak(0), fits=False, constrained=True)
+
+    def forecasts(self, as_written: RematResult[str]) -> Mapping[str, Forecast]:
+        return {**super().forecasts(as_written), "dots": Forecast((Estimate(1e-6, 100.0),) * 8, 1.0)}
+
+
+def test_a_policy_that_was_put_off_is_planned_where_the_other_does_not_suffice() -> None:
+    planner = Promising(60.0, (10.0,) * 8)
+    results = recomputation.search(planner, lambda: (True,) * 8, 60.0, forecasts=planner.forecasts)
+    (best,) = (o for o in results if o.fits)
+    assert best.policies.count("full") == planner.fewest()
+
+
 class NothingSuffices(Unequal):
     """The same, where even all layers are forecast to be too few, by "dots" more than by "full"."""
 
