@@ -150,9 +150,13 @@ PLANS: Mapping[str, Callable[[zoo.Model, Mapping[str, int]], Pins]] = {
 # Measuring
 
 
+def _every_size() -> Mapping[str, Mapping[str, Any]]:
+    return {**SIZES, **KERNEL_SIZES}
+
+
 def build(name: str, school: str = "") -> zoo.Model:
     """The model of a row of `SIZES` or `KERNEL_SIZES`, for a plan."""
-    every = {**SIZES, **KERNEL_SIZES}
+    every = _every_size()
     if name not in every:
         raise ArgumentError(f"model {name!r} has no sizes for this benchmark. Available: {', '.join(every)}")
     family = FAMILIES[name.removesuffix(SPLASH)]
@@ -238,7 +242,7 @@ def run(
 
 
 def _check_known(models: Sequence[str], plans: Sequence[str], target: str) -> None:
-    for what, names, available in (("model", models, {**SIZES, **KERNEL_SIZES}), ("plan", plans, PLANS)):
+    for what, names, available in (("model", models, _every_size()), ("plan", plans, PLANS)):
         for name in names:
             if name not in available:
                 raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(available)}")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar import jax_compat
-from autopar.rules.pallas.places import BlockDim, Params, Places, body_axes, inner_jaxprs, places_of
+from autopar.rules.pallas.places import BlockDim, Params, Places, body_axes, inner_jaxprs
 from autopar.rules.pallas.scratch import Initialisation
 
 
@@ -59,14 +59,14 @@ class Queries:
     pairs: bool
 
 
-def derived_axes(params: Params, unread: Sequence[int] = ()) -> tuple[GridAxis, ...]:
+def derived_axes(params: Params, places: Places, unread: Sequence[int] = ()) -> tuple[GridAxis, ...]:
     """The axes of a kernel's grid; operands that index maps read (scalar prefetch) are the first in `dims`.
 
     Args:
         params: of the `pallas_call`.
+        places: those that it uses.
         unread: results that nothing reads, such as the scratch memory of splash attention in JAX 0.10.
     """
-    places = places_of(params)
     return tuple(_axis(params, axis, places, unread) for axis in range(len(params["grid_mapping"].grid)))
 
 

@@ -89,11 +89,12 @@ def bind_part(
         parts: of the operands.
         specs: how the operands are cut over the mesh in force, inside `jax.shard_map`.
     """
-    for axis in grid_axes(equation.params):
+    axes = grid_axes(equation.params)
+    for axis in axes:
         names = _names(axis, specs)
         if names and axis.queries is not None:
-            return _bind_queries(equation, results, parts, axis, names)
-    return _bind(equation, results, parts)
+            return _bind_queries(equation, results, parts, axes, axis, names)
+    return _bind(equation, results, parts, axes)
 
 
 def _names(axis: GridAxis, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
@@ -105,9 +106,14 @@ def _names(axis: GridAxis, specs: Sequence[PartitionSpec]) -> tuple[str, ...]:
 
 
 def _bind_queries(
-    equation: Any, results: Sequence[Shape], parts: Sequence[Any], axis: GridAxis, names: tuple[str, ...]
+    equation: Any,
+    results: Sequence[Shape],
+    parts: Sequence[Any],
+    axes: Sequence[GridAxis],
+    axis: GridAxis,
+    names: tuple[str, ...],
 ) -> list[Any]:
-    """Call a kernel of splash attention on a device's positions of queries."""
+    """Call a kernel of splash attention on a device's positions of queries, which one of its axes has."""
     queries, count, operands = axis.queries or Queries(sums=False, pairs=False), len(parts), [*parts]
     first, dim = next((i, d) for i, d in enumerate(axis.dims) if d is not None)
     mapping = equation.params["grid_mapping"]
@@ -122,7 +128,7 @@ def _bind_queries(
         own = jax.lax.axis_index(names) * blocks + jnp.arange(blocks)
     if tables := mapping.num_index_operands:
         operands[:tables] = splash.local_tables(operands[:tables], own, queries)
-    bound = _bind(equation, results, operands)
+    bound = _bind(equation, results, operands, axes)
     if queries.sums:
         return list(jax.lax.psum(bound, names))
     if not queries.pairs:
@@ -130,9 +136,9 @@ def _bind_queries(
     return [x if d is None else pairs.split(x, d) for x, d in zip(bound, axis.dims[count:], strict=True)]
 
 
-def _bind(equation: Any, results: Sequence[Shape], parts: Sequence[Any]) -> list[Any]:
+def _bind(equation: Any, results: Sequence[Shape], parts: Sequence[Any], axes: Sequence[GridAxis]) -> list[Any]:
     params, prefetched = equation.params, equation.params["grid_mapping"].num_index_operands
-    changed = part_params(params, [tuple(part.shape) for part in parts], results)
+    changed = _part_params(params, [tuple(part.shape) for part in parts], results, axes)
     # the body and the index maps take tables in their whole shape, of which the runs here read the beginning
     shapes = [reference.aval.shape for reference in params["jaxpr"].invars[:prefetched]]
     tables = [
@@ -149,10 +155,16 @@ def part_params(params: Params, operands: Sequence[Shape], results: Sequence[Sha
         params: those of the call on whole operands.
         operands, results: the shapes of the parts.
     """
+    return _part_params(params, operands, results, grid_axes(params))
+
+
+def _part_params(
+    params: Params, operands: Sequence[Shape], results: Sequence[Shape], axes: Sequence[GridAxis]
+) -> dict[str, Any]:
     mapping, avals = params["grid_mapping"], params["out_avals"]
     grid, shapes = list(mapping.grid), [*operands[mapping.num_index_operands :], *results]
     body = params["jaxpr"]
-    for i, axis in enumerate(grid_axes(params)):
+    for i, axis in enumerate(axes):
         # all operands and results are cut alike, along dimensions that no other axis has a part in
         for block, shape, dim in zip(
             mapping.block_mappings, shapes, axis.dims[mapping.num_index_operands :], strict=True

@@ -60,11 +60,11 @@ def grid_axes(params: Params, unread: Sequence[int] | None = None) -> tuple[Grid
 
     `unread`: results that nothing reads; None: those that JAX's function does not read, scratch memory in jax 0.10.
     """
-    kind = _NAME.match(params.get("name") or "")
+    kind, places = _NAME.match(params.get("name") or ""), places_of(params)
     if not kind or len(body_axes(params)) != 3:
-        return derived_axes(params, unread or ())
-    scratch = _scratch_results(params)
-    axes = list(derived_axes(params, scratch if unread is None else unread))
+        return derived_axes(params, places, unread or ())
+    scratch = _scratch_results(params, places)
+    axes = list(derived_axes(params, places, scratch if unread is None else unread))
     tables = params["grid_mapping"].num_index_operands
     number = body_axes(params)[-1 if kind[1] == "dkv" else 1]
     if unread is None or {*scratch} <= {*unread}:
@@ -81,10 +81,9 @@ def _queries(params: Params, axis: int, *, sums: bool) -> Queries:
     return Queries(sums, pairs=params["cost_estimate"] is not None and params["grid_mapping"].grid[axis] % 2 == 0)
 
 
-def _scratch_results(params: Params) -> list[int]:
+def _scratch_results(params: Params, places: Places) -> list[int]:
     """Results whose block is the same in all runs."""
-    mapping = params["grid_mapping"]
-    blocks = places_of(params).blocks[mapping.num_inputs :]
+    blocks = places.blocks[params["grid_mapping"].num_inputs :]
     axes = {*body_axes(params)}
     return [r for r, block in enumerate(blocks) if not any(axes & dim.index.depends_on for dim in block)]
 
