@@ -24,26 +24,34 @@ def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Se
         swapped = op.outputs[0] in p.swapped
         orders = (order(op, k, 1 - k if swapped else k) for k in range(len(operands)))
         ordered = zip(operands, orders, strict=True)
-        return [_transposed(p, frame, op, a, order) for a, order in ordered if isinstance(a, int)]
+        return [v for a, order in ordered if isinstance(a, int) for v in _transposed(p, frame, op, a, order)]
     if op.name in ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
         return [*broadcast(p, frame, op, operands)]
     return operands
 
 
-def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> int:
+def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> tuple[int, ...]:
     """An operand transposed into this order of dimensions; no copy where that is their order.
 
     It is then reshaped to a matrix, which is an alias, but of a cheap value a second one may be computed
-    (`autopar.cost_models.compiler.written_values`).
+    (`autopar.cost_models.compiler.written_values`). Readers of other copies of the value share the transposed array
+    where those are in the layout of the first, and have one of their own where they are not (`Program.turned`).
     """
     in_order = list(order) == sorted(order)
     if not order or (in_order and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
-        return value
+        return (value,)
     key = (p.behind(value), tuple(order))
     if key not in frame.shared:
         frame.shared[key] = new_from(p, value)
         frame.steps.append(Step(op, RESHAPE if in_order else "turn", LIGHT, (value,), (frame.shared[key],)))
-    return frame.shared[key]
+    first, source = frame.shared[key], frame.shared.setdefault((key, "source"), value)
+    if source == value or value not in p.tokens or in_order:
+        return (first,)
+    if (own := (key, value)) not in frame.shared:
+        frame.shared[own] = new_from(p, value)
+        p.turned[frame.shared[own]] = p.tokens[value][1], p.tokens[source][1] if source in p.tokens else None
+        frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.shared[own],)))
+    return first, frame.shared[own]
 
 
 def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
@@ -142,4 +150,6 @@ def new_from(p: Program, value: int, kind: Type | None = None) -> int:
     piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
     if piece is not None:
         p.pieces[copy] = piece
+    if value in p.turned:
+        p.turned[copy] = p.turned[value]
     return copy

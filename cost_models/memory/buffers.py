@@ -163,7 +163,8 @@ class _Values:
     def others(self, overwritten: AbstractSet[int]) -> None:
         """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
         b = self.sizes
-        skipped = {*b.graph.inputs, *(c for c, _ in b.graph.constants), *b.program.tokens, *self.elsewhere}
+        p, constants = b.program, (c for c, _ in b.graph.constants)
+        skipped = {*b.graph.inputs, *constants, *p.tokens, *p.turned, *self.elsewhere}
         for v, birth in b.lives.birth.items():
             if v not in skipped:
                 self._value("value", v, birth, b.lives.death[v] - (v in overwritten))

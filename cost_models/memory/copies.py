@@ -93,6 +93,7 @@ class _Copies:
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
     ready: dict[int, bool] = field(default_factory=dict)  # by value: `Written.is_ready`
     outliving: dict[int, _Outliving] = field(default_factory=dict)  # what lasts longer than its readers by that name
+    turned: dict[tuple[End | int, bool], list[int]] = field(default_factory=dict)  # -> `_turn`
     column_major: frozenset[End] = field(init=False)  # read by LAPACK, in column-major order
     waiting: Waiting = field(init=False)
 
@@ -109,6 +110,11 @@ class _Copies:
                     min(birth, lives.birth[token]),
                     max(death, lives.death[token] - (token in self.overwritten)),
                 )
+        for v, (key, earlier) in self.sizes.program.turned.items():
+            if v in lives.birth:
+                end = cast(End, key)
+                self.turned.setdefault((end, True), []).append(v)
+                self.turned.setdefault((end[0] if earlier is None else cast(End, earlier), False), []).append(v)
         for i, edge in enumerate(self.sizes.model.problem.edges):
             self.edges.setdefault((edge.u, edge.v), []).append(i)
 
@@ -124,6 +130,7 @@ class _Copies:
         link = self._link(value, self._binding(value), self._reader(end), [end])
         birth, death = self.spans[end]
         self._fetch(link, end, birth, death)
+        self._turn(link, end, True)
         last = self._last(value)
         if last is not None:
             alive_until = self._outlives(value, last, death)
@@ -146,6 +153,18 @@ class _Copies:
             link.all_to_all(birth)
         if travels and self.waiting.delays(birth):
             self._kept(link, birth)
+
+    def _turn(self, link: _Link, end: End | int, of_target: bool) -> None:
+        """What is transposed a second time, for an end that has another layout than the one before.
+
+        Which is a term of two edges where both leave a copy c: in the layout of the later end where that differs from
+        c, in that of c where the earlier end's differs. Where both do, it is counted twice. `end`: the later end
+        (`of_target`) or the earlier one; the value itself if that is where it is made, whose link is that to c.
+        """
+        lives = self.sizes.lives
+        for v in self.turned.get((end, of_target), ()):
+            death = lives.death[v] - (v in self.overwritten)
+            link.transposed(self.sizes.kind(v), lives.birth[v], death, of_target or isinstance(end, int))
 
     def _is_ready(self, value: int) -> bool:
         if value not in self.ready:
@@ -190,6 +209,7 @@ class _Copies:
             link.other("value", alive_until + 1, born - 1, of_target=False)
             if until > alive_until:
                 self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(link, first, until)
+        self._turn(link, value, False)
         # Readers in the order of their last moments: each takes over what the one before it no longer needs.
         before, birth_of_value = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
         if not self.carried.isdisjoint(ends):
@@ -201,6 +221,8 @@ class _Copies:
                 link.other("copy", birth_of_value, birth - 1, of_target=False)
                 continue
             self._fetch(link, end, birth, death)
+            self._turn(link, end, True)
+            self._turn(link, end, False)
             link.half(*self._gap(used, end, before=True))
             link.half(*self._gap(used, end, before=False))
             if last is not None:
@@ -294,6 +316,13 @@ class _Link(NamedTuple):
             wide = self.sizes.backend.widens and self.sizes.graph.types[self.value].dtype in HALVES
             outer = 1 if column_major and len(self.kind.shape) == 2 else 0
             at = self.sizes.at(("gathered", self.number, wide, outer), lambda: self._gathered(wide, outer))
+            self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
+
+    def transposed(self, kind: Kind, birth: int, death: int, of_target: bool) -> None:
+        """A transposed copy of this kind where the layouts differ, as large as the target's piece or the source's."""
+        if birth <= death:
+            key = ("transposed", self.number, kind, of_target)
+            at = self.sizes.at(key, lambda: self._table(True, of_target, kind))
             self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
 
     def longer_than(self, least: float, seconds: Floats, nbytes: float, birth: int, death: int) -> None:

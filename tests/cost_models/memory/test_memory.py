@@ -24,6 +24,7 @@ from autopar.cost_models.compiler.written_values import Written, written
 from autopar.cost_models.memory.buffers import Buffer
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import report
+from autopar.cost_models.sharding.groups import projection
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
@@ -299,22 +300,55 @@ def test_library_kernels_leave_small_arithmetic_out(features: int, devices: int,
     assert len(spreads) == written
 
 
-def test_products_that_want_one_turned_operand_share_it() -> None:
-    """Both gradients read the images with channels first, each for a cluster of its own."""
+def two_convolutions(ws: Any, x: Any) -> Any:
+    """Both gradients of the weights read the images with channels first, each for a group of its own."""
 
-    def convolve(w: Any, x: Any) -> Any:
+    def convolve(w: Any) -> Any:
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    def step(ws: Any, x: Any) -> Any:
-        return jax.grad(lambda ws: sum((convolve(w, x) ** 2).sum() for w in ws))(ws)
+    return jax.grad(lambda ws: sum((convolve(w) ** 2).sum() for w in ws))(ws)
 
-    planned_step = planned(step, ((array(1, 1, 8, 16), array(3, 3, 8, 16)), array(32, 4, 4, 8)), (8,))
+
+IMAGES = ((array(1, 1, 8, 16), array(3, 3, 8, 16)), array(32, 4, 4, 8))
+
+
+def test_products_that_want_one_turned_operand_share_it() -> None:
+    """Both read the array in the layout of the first; the later one may have another beside it."""
+    planned_step = planned(two_convolutions, IMAGES, (8,))
     images = planned_step.graph.inputs[2]
     reads = {use.site: (use.value, use.consumer) for use in planned_step.model.grouping.uses}
     program = flatten(planned_step.graph, CPU, reads, 8)
     turned = [s for s in program.top.steps if s.name == "turn" and program.behind(s.inputs[0]) == images]
     assert len({consumer for value, consumer in reads.values() if value == images}) == 4
-    assert len(turned) == 1
+    assert [s.outputs[0] in program.turned for s in turned] == [False, True]
+
+
+def test_products_that_want_a_turned_operand_in_two_layouts_have_two() -> None:
+    """Under every choice of the copy and of both readers, unless neither reads the copy as it is: then at least."""
+    planned_step = planned(two_convolutions, IMAGES, (2, 2))
+    images, model = planned_step.graph.inputs[2], planned_step.model
+    live = liveness(planned_step, CPU, (2, 2))
+    first, later = [use for use in model.grouping.uses if use.value == images][2:]
+    copy = model.copies[images]
+    sides = {
+        copy: (model.copy_sets[images], (0, 1, 2, 3), False),
+        **{u.consumer: (model.grouping.groups[u.consumer].strategies, u.dims, True) for u in (first, later)},
+    }
+    classes = {node: projection(*side) for node, side in sides.items()}
+    begin, end = min((b.birth, b.death) for b in live.buffers if b.birth > 0 and b.edge >= 0 and b.value == images)
+    again = [i for i, b in enumerate(live.buffers) if (b.birth, b.death, b.value) == (begin, end, images)]
+    seen = set[tuple[bool, bool]]()
+    for chosen in itertools.product(*(range(len(classes[node][0])) for node in classes)):
+        assignment = planned_step.solution.assignment.copy()
+        assignment[[*classes]] = chosen
+        c, e, f = (classes[node][1][classes[node][0][i]] for node, i in zip(classes, chosen, strict=True))
+        counted = live.sizes(assignment)[again].sum() / CPU.fragmentation
+        pieces = [32 * 4 * 4 * 8 * 4 / 2 ** (layout >= 0).sum() for layout in (c, f)]
+        kind = bool((c != e).any()), bool((c != f).any())
+        assert counted == kind[0] * pieces[0] + kind[1] * pieces[1]
+        assert all(kind) or (counted > 0) == bool((e != f).any())
+        seen.add(kind)
+    assert len(seen) == 4
 
 
 def test_equal_broadcasts_are_one_on_cpu() -> None:
