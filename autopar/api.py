@@ -106,14 +106,14 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         A `ParallelFunction`, which is called like `fn`.
 
     Raises:
-        ArgumentError, ScheduleError: `fn` is no function, or an option is unknown or has an invalid value.
+        ArgumentError, ScheduleError: `fn` is no function of whole arrays, or an option is unknown or its value
+            invalid.
         PinError: `pins` is no mapping from text; at the first call, a pin names nothing or does not fit.
         PlanMismatchError: the file named by `plan` contains no valid plan.
     """
     if fn is None:
         return functools.partial(parallelize, **options)
-    if not callable(fn):
-        raise ArgumentError(f"parallelize takes a function, got {type(fn).__name__} {fn!r:.60}")
+    arguments.check_function("parallelize", fn)
     return ParallelFunction(fn, settings(options))
 
 
@@ -134,8 +134,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Plan
         AutoparError: as a call of the parallelized function; see the subclasses.
     """
     fn = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
-    if not callable(fn):
-        raise ArgumentError(f"plan takes a function, got {type(fn).__name__} {fn!r:.60}")
+    arguments.check_function("plan", fn)
     chosen = settings(options)
     with as_arrays(args, {}, chosen.static_argnums) as array_args:
         return plan_step(fn, array_args.args, {}, chosen, local=False).plan
@@ -417,8 +416,7 @@ class ParallelFunction:
         Raises:
             ArgumentError: `init_fn` is no function.
         """
-        if not callable(init_fn):
-            raise ArgumentError(f"init takes a function, got {type(init_fn).__name__} {init_fn!r:.60}")
+        arguments.check_function("init", init_fn)
         with as_arrays(args, {}) as array_args:
             state = self._created(lambda *pure: arguments.call_on_arrays(init_fn, (pure, {})), array_args.args)
             return arguments.to_caller(state, array_args.leaves)

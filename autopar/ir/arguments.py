@@ -394,3 +394,19 @@ def _wrappers(tree: Any, *kinds: type) -> list[Any]:
     """Wrappers of these kinds in a structure."""
     example = jax.tree.unflatten(tree, range(tree.num_leaves))
     return [x for x in jax.tree.leaves(example, is_leaf=_is(*kinds)) if isinstance(x, kinds)]
+
+
+def check_function(caller: str, fn: Any) -> None:
+    """Check that `fn` is a function of whole arrays; `caller`: what takes it, for the message.
+
+    Raises:
+        ArgumentError: it is no function, or one that `jax.pmap` made, which runs on pieces of its arguments.
+    """
+    if not callable(fn):
+        raise ArgumentError(f"{caller} takes a function, got {type(fn).__name__} {fn!r:.60}")
+    if jax_compat.is_from_pmap(fn):
+        name = getattr(fn, "__name__", "this one")
+        raise ArgumentError(
+            f"{caller} takes a function of whole arrays, and {name} is made by jax.pmap. Give the function itself, "
+            "without pmean, psum and their like, and arguments without a dimension of devices."
+        )

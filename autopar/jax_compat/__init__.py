@@ -547,3 +547,8 @@ def versions() -> str:
 def key_implementation(dtype: Any) -> str:
     """The name of the implementation of random keys of a type. Tried on 0.10.2 and 0.12.0."""
     return str(dtype._impl.name)
+
+
+def is_from_pmap(fn: object) -> bool:
+    """Whether `jax.pmap` made a function, which can be lowered but not traced. Tried on 0.10.2 and 0.12.0."""
+    return isinstance(fn, types.FunctionType) and hasattr(fn, "lower") and not hasattr(fn, "trace")

@@ -3,9 +3,10 @@
     y, ys = scan(f, x, xs)    of length L     ->    x1, ys1 = scan(f, x, xs[:n]),  y, ys2 = scan(f, x1, xs[n:])  ...
 
 A scan runs over *layers* if its body has products and most bytes of its stacked operands do not depend on the batch:
-parameters. A scan over positions of a sequence, whose weights are the same in every iteration, is not split. Scans that
-read stacked results of a split scan, as its backward pass does, are split at the same iterations; one that runs in
-reverse runs its pieces in reverse.
+parameters, of which one at least is a matrix for each iteration. A scan over positions of a sequence, whose weights are
+the same in every iteration, is not split, be its stacked operands the sequence or random keys alone. Scans that read
+stacked results of a split scan, as its backward pass does, are split at the same iterations; one that runs in reverse
+runs its pieces in reverse.
 
 Stacked results of a split scan stay in pieces: each piece of the backward scan reads the same piece of the forward
 scan, so that residuals stay in their stage. Other readers get the concatenated pieces             -> _Builder.whole
@@ -54,7 +55,8 @@ def _over_layers(graph: Graph, batch: Sequence[int]) -> tuple[int, ...]:
 
 def _is_over_layers(graph: Graph, op: Op, varying: set[int]) -> bool:
     stacked = [a for a in op.inputs[sum(jax_compat.scan_counts(op.params)) :] if isinstance(a, int)]
-    parameter_bytes = sum(graph.types[v].nbytes for v in stacked if v not in varying)
+    parameters = [graph.types[v] for v in stacked if v not in varying]
+    parameter_bytes = sum(t.nbytes for t in parameters) if any(t.rank > 2 for t in parameters) else 0
     batch_bytes = sum(graph.types[v].nbytes for v in stacked if v in varying)
     return parameter_bytes > batch_bytes and (op.trips or 0) > 1 and not op.equation.effects and work(graph, op) > 0
 

@@ -136,6 +136,18 @@ def test_a_sum_of_terms_that_cancel_is_noise():
     assert not step_noise.explains(1, 1e-9)
 
 
+def test_whole_floats_that_are_rounded_are_noise():
+    """Integers beyond 2**53 less their mean: what is left changes with the order in which the mean was summed."""
+
+    def residue(x):
+        return (x - jax.numpy.mean(x).astype(x.dtype)).sum()
+
+    for largest, noisy in ((2**62, True), (2**40, False)):
+        x = np.random.default_rng(0).integers(-largest, largest, 64)
+        step_noise = noise.noise(jax.jit(residue), jax.make_jaxpr(residue)(x), (x,))
+        assert step_noise.explains(0, np.inf) == noisy
+
+
 def thirds(x):
     """Thirds of integers whose sum is 27 add up to 9, or to just less: truncated to 9 or 8, sixteen times."""
     rows = jax.numpy.broadcast_to(jax.numpy.float64(x), (16, *x.shape)) / 3

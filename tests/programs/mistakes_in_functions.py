@@ -235,6 +235,12 @@ FUNCTIONS: Mistakes = (
     ("no function", lambda: parallelize(3), ArgumentError, "parallelize takes a function, got int 3"),
     ("no function to plan", lambda: autopar.plan("f"), ArgumentError, "plan takes a function, got str 'f'"),
     (
+        "a function of pmap",
+        lambda: parallelize(jax.pmap(product, axis_name="batch")),
+        ArgumentError,
+        r"parallelize takes a function of whole arrays, and product is made by jax\.pmap\. Give .*",
+    ),
+    (
         "branch on a traced value",
         lambda: planned(branches, (X,)),
         TraceError,

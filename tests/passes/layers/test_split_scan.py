@@ -98,6 +98,16 @@ def over_time(w: Any, x: Any) -> Any:
     return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w[0] + x), None), jnp.zeros(4), x)[0]
 
 
+def decoder(w: Any, x: Any) -> Any:
+    """Each position reads a sample of the one before: the weights are shared, and only random keys are stacked."""
+
+    def body(h: Any, key: Any) -> Any:
+        h = jnp.tanh(h @ w[0])
+        return jax.nn.one_hot(jax.random.categorical(key, h), h.shape[-1]), None
+
+    return jax.lax.scan(body, x, jax.random.split(jax.random.key(0), 6))[0]
+
+
 def no_product(w: Any, x: Any) -> Any:
     return jax.lax.scan(lambda x, w: (x * w[0], None), x, w)[0]
 
@@ -110,7 +120,7 @@ def effects(w: Any, x: Any) -> Any:
     return jax.lax.scan(body, x, w)[0]
 
 
-@pytest.mark.parametrize("fn", [over_time, no_product, effects], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [over_time, decoder, no_product, effects], ids=lambda f: f.__name__)
 def test_other_scans_are_not_split(fn: Callable[..., Any]) -> None:
     graph = trace(fn, W, X).graph
     assert split_scan.split_scans(graph, 2, (1,)) is graph
