@@ -35,7 +35,8 @@ def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[in
 
     It is then reshaped to a matrix, which is an alias, but of a cheap value a second one may be computed
     (`autopar.cost_models.compiler.written_values`). Readers of other copies of the value share the transposed array
-    where those are in the layout of the first, and have one of their own where they are not (`Program.turned`).
+    where those are in the layout of the first, and have one of their own where they are not: see
+    `Program.transposed_again`.
     """
     in_order = list(order) == sorted(order)
     if not order or (in_order and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
@@ -49,7 +50,7 @@ def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[in
         return (first,)
     if (own := (key, value)) not in frame.shared:
         frame.shared[own] = new_from(p, value)
-        p.turned[frame.shared[own]] = p.tokens[value][1], p.tokens[source][1] if source in p.tokens else None
+        p.transposed_again[frame.shared[own]] = p.tokens[value][1], p.tokens[source][1] if source in p.tokens else None
         frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.shared[own],)))
     return first, frame.shared[own]
 
@@ -150,6 +151,6 @@ def new_from(p: Program, value: int, kind: Type | None = None) -> int:
     piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
     if piece is not None:
         p.pieces[copy] = piece
-    if value in p.turned:
-        p.turned[copy] = p.turned[value]
+    if value in p.transposed_again:
+        p.transposed_again[copy] = p.transposed_again[value]
     return copy

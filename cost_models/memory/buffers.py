@@ -164,7 +164,7 @@ class _Values:
         """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
         b = self.sizes
         p, constants = b.program, (c for c, _ in b.graph.constants)
-        skipped = {*b.graph.inputs, *constants, *p.tokens, *p.turned, *self.elsewhere}
+        skipped = {*b.graph.inputs, *constants, *p.tokens, *p.transposed_again, *self.elsewhere}
         for v, birth in b.lives.birth.items():
             if v not in skipped:
                 self._value("value", v, birth, b.lives.death[v] - (v in overwritten))

@@ -93,7 +93,7 @@ class _Copies:
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
     ready: dict[int, bool] = field(default_factory=dict)  # by value: `Written.is_ready`
     outliving: dict[int, _Outliving] = field(default_factory=dict)  # what lasts longer than its readers by that name
-    turned: dict[tuple[End | int, bool], list[int]] = field(default_factory=dict)  # -> `_turn`
+    transposed_again: dict[tuple[End | int, bool], list[int]] = field(default_factory=dict)  # -> `_transposed_again`
     column_major: frozenset[End] = field(init=False)  # read by LAPACK, in column-major order
     waiting: Waiting = field(init=False)
 
@@ -110,11 +110,11 @@ class _Copies:
                     min(birth, lives.birth[token]),
                     max(death, lives.death[token] - (token in self.overwritten)),
                 )
-        for v, (key, earlier) in self.sizes.program.turned.items():
+        for v, (key, earlier) in self.sizes.program.transposed_again.items():
             if v in lives.birth:
                 end = cast(End, key)
-                self.turned.setdefault((end, True), []).append(v)
-                self.turned.setdefault((end[0] if earlier is None else cast(End, earlier), False), []).append(v)
+                for read in ((end, True), (end[0] if earlier is None else cast(End, earlier), False)):
+                    self.transposed_again.setdefault(read, []).append(v)
         for i, edge in enumerate(self.sizes.model.problem.edges):
             self.edges.setdefault((edge.u, edge.v), []).append(i)
 
@@ -130,7 +130,7 @@ class _Copies:
         link = self._link(value, self._binding(value), self._reader(end), [end])
         birth, death = self.spans[end]
         self._fetch(link, end, birth, death)
-        self._turn(link, end, True)
+        self._transposed_again(link, end, True)
         last = self._last(value)
         if last is not None:
             alive_until = self._outlives(value, last, death)
@@ -154,7 +154,7 @@ class _Copies:
         if travels and self.waiting.delays(birth):
             self._kept(link, birth)
 
-    def _turn(self, link: _Link, end: End | int, of_target: bool) -> None:
+    def _transposed_again(self, link: _Link, end: End | int, of_target: bool) -> None:
         """What is transposed a second time, for an end that has another layout than the one before.
 
         Which is a term of two edges where both leave a copy c: in the layout of the later end where that differs from
@@ -162,7 +162,7 @@ class _Copies:
         (`of_target`) or the earlier one; the value itself if that is where it is made, whose link is that to c.
         """
         lives = self.sizes.lives
-        for v in self.turned.get((end, of_target), ()):
+        for v in self.transposed_again.get((end, of_target), ()):
             death = lives.death[v] - (v in self.overwritten)
             link.transposed(self.sizes.kind(v), lives.birth[v], death, of_target or isinstance(end, int))
 
@@ -209,7 +209,7 @@ class _Copies:
             link.other("value", alive_until + 1, born - 1, of_target=False)
             if until > alive_until:
                 self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(link, first, until)
-        self._turn(link, value, False)
+        self._transposed_again(link, value, False)
         # Readers in the order of their last moments: each takes over what the one before it no longer needs.
         before, birth_of_value = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
         if not self.carried.isdisjoint(ends):
@@ -221,8 +221,8 @@ class _Copies:
                 link.other("copy", birth_of_value, birth - 1, of_target=False)
                 continue
             self._fetch(link, end, birth, death)
-            self._turn(link, end, True)
-            self._turn(link, end, False)
+            self._transposed_again(link, end, True)
+            self._transposed_again(link, end, False)
             link.half(*self._gap(used, end, before=True))
             link.half(*self._gap(used, end, before=False))
             if last is not None:

@@ -320,7 +320,7 @@ def test_products_that_want_one_turned_operand_share_it() -> None:
     program = flatten(planned_step.graph, CPU, reads, 8)
     turned = [s for s in program.top.steps if s.name == "turn" and program.behind(s.inputs[0]) == images]
     assert len({consumer for value, consumer in reads.values() if value == images}) == 4
-    assert [s.outputs[0] in program.turned for s in turned] == [False, True]
+    assert [s.outputs[0] in program.transposed_again for s in turned] == [False, True]
 
 
 def test_products_that_want_a_turned_operand_in_two_layouts_have_two() -> None:
