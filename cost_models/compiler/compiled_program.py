@@ -113,7 +113,7 @@ class Program:
         source_token: token -> the token that it copies, where what is copied is itself an alias of a copy.
         pieces: value made here of a copy -> the copy's key.
         transposed_again: transposed copy that is there only where its layout differs from that of an earlier one, or
-            what is converted from it -> the keys of the copies that it and the earlier one are made of (None: the value).
+            what is converted from it -> keys of the copies that it and the earlier one are made of (None: the value).
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
         barriers: what each barrier holds, all of which is written to memory.
         behind_barriers: value -> barriers it is behind, if only light steps are between.
