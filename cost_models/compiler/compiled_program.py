@@ -112,8 +112,8 @@ class Program:
         tokens: value that is a copy -> (value copied, key).
         source_token: token -> the token that it copies, where what is copied is itself an alias of a copy.
         pieces: value made here of a copy -> the copy's key.
-        transposed_again: transposed copy that is there only where its layout differs from that of an earlier one, or
-            what is converted from it -> keys of the copies that it and the earlier one are made of (None: the value).
+        transposed_again: one of `pieces`, transposed, that is there only where its layout differs from that of an
+            earlier transposed copy, or what is converted from it -> the earlier one's key (None: made of the value).
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
         barriers: what each barrier holds, all of which is written to memory.
         behind_barriers: value -> barriers it is behind, if only light steps are between.
@@ -133,7 +133,7 @@ class Program:
     tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
     source_token: dict[int, int] = field(default_factory=dict)
     pieces: dict[int, Hashable] = field(default_factory=dict)
-    transposed_again: dict[int, tuple[Hashable, Hashable]] = field(default_factory=dict)
+    transposed_again: dict[int, Hashable] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
     barriers: list[tuple[int, ...]] = field(default_factory=list)
     behind_barriers: dict[int, tuple[int, ...]] = field(default_factory=dict)

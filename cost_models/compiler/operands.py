@@ -45,14 +45,15 @@ def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[in
     if key not in frame.shared:
         frame.shared[key] = new_from(p, value)
         frame.steps.append(Step(op, RESHAPE if in_order else "turn", LIGHT, (value,), (frame.shared[key],)))
-    first, source = frame.shared[key], frame.shared.setdefault((key, "source"), value)
-    if source == value or value not in p.tokens or in_order:
+    first = frame.shared[key]
+    earlier, own = p.pieces.get(first), p.tokens[value][1] if value in p.tokens else None
+    if in_order or own in (None, earlier):
         return (first,)
-    if (own := (key, value)) not in frame.shared:
-        frame.shared[own] = new_from(p, value)
-        p.transposed_again[frame.shared[own]] = p.tokens[value][1], p.tokens[source][1] if source in p.tokens else None
-        frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.shared[own],)))
-    return first, frame.shared[own]
+    if (key, own) not in frame.shared:
+        again = frame.shared[key, own] = new_from(p, value)
+        p.transposed_again[again] = earlier
+        frame.steps.append(Step(op, "turn", LIGHT, (value,), (again,)))
+    return first, frame.shared[key, own]
 
 
 def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:

@@ -110,9 +110,9 @@ class _Copies:
                     min(birth, lives.birth[token]),
                     max(death, lives.death[token] - (token in self.overwritten)),
                 )
-        for v, (key, earlier) in self.sizes.program.transposed_again.items():
+        for v, earlier in self.sizes.program.transposed_again.items():
             if v in lives.birth:
-                end = cast(End, key)
+                end = cast(End, self.sizes.program.pieces[v])
                 for read in ((end, True), (end[0] if earlier is None else cast(End, earlier), False)):
                     self.transposed_again.setdefault(read, []).append(v)
         for i, edge in enumerate(self.sizes.model.problem.edges):
