@@ -10,20 +10,28 @@ runs its pieces in reverse.
 
 Stacked results of a split scan stay in pieces: each piece of the backward scan reads the same piece of the forward
 scan, so that residuals stay in their stage. Other readers get the concatenated pieces             -> _Builder.whole
+
+The gradient of a weight that all layers share is a carry of the backward scan that starts from zero and is only added
+to. Each piece sums from zero, so that no piece waits for the sum of another, and what they sum is added at the end:
+
+    g = scan(+, 0, xs)        ->       g2 = scan(+, 0, xs[n:]),  g1 = scan(+, 0, xs[:n]),  g = g2 + g1    -> _sums
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import jax_compat
 from autopar.cost_models.flops import work
-from autopar.ir.graph import Atom, Copier, Graph, Op, Type, numbered
+from autopar.ir.graph import Atom, Constant, Copier, Graph, Op, Type, numbered
+from autopar.ir.op_sets import ADDITIONS
 
 PieceBounds = tuple[tuple[int, int], ...]
 """(first iteration, last iteration + 1) of every piece."""
@@ -59,6 +67,26 @@ def _is_over_layers(graph: Graph, op: Op, varying: set[int]) -> bool:
     parameter_bytes = sum(t.nbytes for t in parameters) if any(t.rank > 2 for t in parameters) else 0
     batch_bytes = sum(graph.types[v].nbytes for v in stacked if v in varying)
     return parameter_bytes > batch_bytes and (op.trips or 0) > 1 and not op.equation.effects and work(graph, op) > 0
+
+
+def _sums(graph: Graph, op: Op) -> Iterator[int]:
+    """Positions of the carries of a scan that start from zero and are only added to."""
+    num_constants, num_carries = jax_compat.scan_counts(op.params)
+    (body,) = op.regions
+    for k in range(num_carries):
+        value = carried = body.inputs[num_constants + k]
+        while len(uses := graph.uses_of(value)) == 1 and uses[0].op is not None and uses[0].op.name in ADDITIONS:
+            value = uses[0].op.outputs[0]
+        if carried != value == body.outputs[k] and len(uses) == 1 and _is_zero(graph, op.inputs[num_constants + k]):
+            yield k
+
+
+def _is_zero(graph: Graph, atom: Atom) -> bool:
+    """True for a literal zero, and for an array of zeros that a broadcast makes."""
+    if isinstance(atom, Constant):
+        return not np.any(np.asarray(atom.value))
+    producer = graph.producers.get(atom)
+    return producer is not None and producer.name == "broadcast_in_dim" and _is_zero(graph, producer.inputs[0])
 
 
 def piece_bounds(length: int, pieces: int) -> PieceBounds:
@@ -124,27 +152,38 @@ class _Builder:
     def _split_scan_op(self, op: Op) -> None:
         num_constants, num_carries = jax_compat.scan_counts(op.params)
         constants = [self.whole(a, op) for a in op.inputs[:num_constants]]
-        carry = [self.whole(a, op) for a in op.inputs[num_constants : num_constants + num_carries]]
+        initial = [self.whole(a, op) for a in op.inputs[num_constants : num_constants + num_carries]]
+        carry = initial
         stacked = op.inputs[num_constants + num_carries :]
         order = list(enumerate(piece_bounds(op.params["length"], self.pieces)))
         slices = {
             k: [self._operand_piece(a, k, span, op) for a in stacked] for k, span in order
         }  # all before the first piece
+        sums: dict[int, list[int]] = {k: [] for k in _sums(self.original, op)} if op.phase != "forward" else {}
         results_of: dict[int, tuple[int, ...]] = {}
         for k, span in reversed(order) if op.params["reverse"] else order:
+            if results_of:
+                carry = [initial[i] if i in sums else a for i, a in enumerate(carry)]
             last = len(results_of) == len(order) - 1
-            results = self._emit_piece(op, [*constants, *carry, *slices[k]], span, num_carries, last)
+            kept = {i: op.outputs[i] for i in range(num_carries) if last and i not in sums}
+            results = self._emit_piece(op, [*constants, *carry, *slices[k]], span, kept)
             carry, results_of[k] = list(results[:num_carries]), results[num_carries:]
+            for i, parts in sums.items():
+                parts.append(results[i])
+        for i, parts in sums.items():
+            self._emit_sum(parts, op.outputs[i], op)
         for position, value in enumerate(op.outputs[num_carries:]):
             self.pieces_of[value] = tuple(results_of[k][position] for k in range(len(order)))
 
-    def _emit_piece(self, op: Op, operands: Sequence[Atom], span: tuple[int, int], num_carries: int, last: bool) -> Any:
-        """Emits the iterations of one piece; results of the last piece include the carries of the whole scan."""
+    def _emit_piece(
+        self, op: Op, operands: Sequence[Atom], span: tuple[int, int], kept: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        """Emits the iterations of one piece; `kept`: position of a carry -> the value that it is after this piece."""
         length = span[1] - span[0]
         types = [self.types[v] for v in op.outputs]
+        num_carries = jax_compat.scan_counts(op.params)[1]
         result_types = [*types[:num_carries], *(replace(t, shape=(length, *t.shape[1:])) for t in types[num_carries:])]
-        outputs = [*op.outputs[:num_carries]] if last else [self._value(t) for t in result_types[:num_carries]]
-        outputs += [self._value(t) for t in result_types[num_carries:]]
+        outputs = [kept[i] if i in kept else self._value(t) for i, t in enumerate(result_types)]
         typed_operands = zip(operands, op.equation.invars, strict=True)
         avals = [self.avals[a] if isinstance(a, int) else _shaped(variable.aval) for a, variable in typed_operands]
         shorter_scan = op.equation.replace(params={**op.params, "length": length})
@@ -163,6 +202,13 @@ class _Builder:
             )
         )
         return tuple(outputs)
+
+    def _emit_sum(self, parts: Sequence[int], result: int, op: Op) -> None:
+        """Emits the additions of a scan's sums, one for each piece; the last addition defines `result`."""
+        total = parts[0]
+        for part in parts[1:]:
+            defined = result if part == parts[-1] else self._value(self.types[result])
+            total = self._emit("add", jax.lax.add, [total, part], defined, op)
 
     # Values
 
@@ -187,7 +233,8 @@ class _Builder:
         if key is None or key not in self.slices:
             shape = self._type(atom).shape
             type_ = replace(self._type(atom), shape=(span[1] - span[0], *shape[1:]))
-            piece = self._emit("slice", lambda x: jax.lax.slice_in_dim(x, *span, axis=0), [atom], type_, reader)
+            cut = functools.partial(jax.lax.slice_in_dim, start_index=span[0], limit_index=span[1])
+            piece = self._emit("slice", cut, [atom], self._value(type_), reader)
             if key is None:
                 return piece
             self.slices[key] = piece
@@ -199,15 +246,15 @@ class _Builder:
             return atom
         if atom not in self.concatenated:
             pieces = list(self.pieces_of[atom])
-            result = self._emit("concatenate", lambda *xs: jax.lax.concatenate(xs, 0), pieces, self.types[atom], reader)
+            result = self._value(self.types[atom])
+            self._emit("concatenate", lambda *xs: jax.lax.concatenate(xs, 0), pieces, result, reader)
             self.concatenated[atom] = result
         return self.concatenated[atom]
 
-    def _emit(self, name: str, function: Callable[..., Any], operands: Sequence[Atom], type_: Type, like: Op) -> int:
-        """Emits an operation with the source line of another one."""
+    def _emit(self, name: str, function: Callable[..., Any], operands: Sequence[Atom], result: int, like: Op) -> int:
+        """Emits an operation that defines `result`, with the source line of another one."""
         avals = [self.avals[a] if isinstance(a, int) else a.value for a in operands]
         equation = jax_compat.equation_of(function, avals, like.equation)
-        result = self._value(type_)
         self.avals[result] = _shaped(equation.outvars[0].aval)
         signature = self._signature(name, str(equation.params), tuple(map(str, avals)))
         self.ops.append(

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from autopar import jax_compat
+from autopar.api import parallelize
 from autopar.errors import ArgumentError, MeshError, StageError
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
@@ -130,6 +131,22 @@ def test_steps_of_all_kinds_are_those_of_one_device(name: str, schedule: str, si
     batch = [i for i, path in enumerate(paths) if path.startswith("b/")]
     step = pipeline(function, args, sizes, schedule, batch=batch)
     assert_close(step(*args), jax.jit(function, compiler_options=QUICK)(*args))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_scan_whose_layers_share_a_weight(schedule: str) -> None:
+    def step(p: Any, b: Any) -> Any:
+        def loss(p: Any) -> Any:
+            x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + x @ p["shared"]), None), b["x"], p["layers"])[0]
+            return jnp.mean((x @ p["shared"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda w, g: w - g, p, gradients), value
+
+    weights = np.sin(np.arange(5 * 8 * 8.0)).reshape(5, 8, 8)
+    args = {"layers": weights[:4], "shared": weights[4]}, {"x": np.cos(np.arange(128.0)).reshape(16, 8)}
+    options: dict[str, Any] = {"stages": 2, "num_microbatches": 4, "schedule": schedule, "donate_argnums": ()}
+    assert_close(parallelize(step, mesh=(4,), **options)(*args), jax.jit(step)(*args))
 
 
 def test_a_layout_of_the_users_own() -> None:

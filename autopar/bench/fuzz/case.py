@@ -165,7 +165,7 @@ def in_microbatches(count: int) -> Callable[[Case], Callable[..., Any]]:
 
 
 def in_stages(schedule: str, count: int) -> Callable[[Case], Callable[..., Any]]:
-    """The step in two stages; in one microbatch where it does not fall into several."""
+    """The step in two stages; where these are refused, which is noted, under the schedule that autopar chooses."""
 
     def made(case: Case) -> Callable[..., Any]:
         options: dict[str, Any] = {**case.options, "mesh": (2,), "cluster": dear((2,)), "stages": 2}
@@ -173,7 +173,8 @@ def in_stages(schedule: str, count: int) -> Callable[[Case], Callable[..., Any]]
         try:
             step = autopar.parallelize(case.step.function, **asked, **options)
             step.plan(*case.arguments)
-        except (MicrobatchError, ScheduleError):  # no backward pass: "auto" takes the schedule for that
+        except (MicrobatchError, ScheduleError) as error:
+            case.refusals[f"2 stages, {schedule}"] = reason(error)
             step = autopar.parallelize(case.step.function, **options)
         return step
 

@@ -180,6 +180,10 @@ def _play(scope: Scope, count: int, table: Sequence[Move], body: Moves, regions_
 BY_HAND = 0.4
 
 
+#: Share of losses with a scan over layers.
+SCANNED = 0.2
+
+
 def _by_hand(scope: Scope, size: int) -> list[tuple[str, str]] | None:
     """One layer behind some moves, its gradient a product over the examples."""
     _play(scope, scope.rng.randint(0, 2 * size), SMOOTH_MOVES, BODY, 0.15)
@@ -201,7 +205,10 @@ def _trained(scope: Scope, size: int) -> list[tuple[str, str]] | None:
     inner.depth = 0
     inner.trained = {}
     _play(inner, inner.rng.randint(0, size), SMOOTH_MOVES, BODY, 0.2)
-    shapes.product(inner)
+    if inner.chance(SCANNED):
+        regions.layers(inner, BODY)
+    else:
+        shapes.product(inner)
     _play(inner, inner.rng.randint(1, 2 * size), SMOOTH_MOVES, BODY, 0.2)
     loss = _loss(inner)
     if loss is None or not inner.trained:

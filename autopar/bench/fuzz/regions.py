@@ -267,21 +267,67 @@ def scan(scope: Scope, moves: Moves) -> None:
         return
     slices, xs, reads = _sliced(scope)
     inner, lasts = _body(scope, moves, carries, slices, False)
+    trips = "" if slices else f", length={scope.rng.choice(TRIPS)}"
+    _emit_scan(scope, inner, carries, lasts, slices, xs, reads, trips)
+
+
+def _emit_scan(
+    scope: Scope,
+    inner: Scope,
+    carries: Sequence[Carry],
+    lasts: Sequence[Value],
+    slices: Sequence[Value],
+    xs: str,
+    reads: Sequence[Value],
+    trips: str = "",
+    wrapper: str = "{b0}",
+) -> None:
+    """The scan of a body that is finished but for what it stacks; `xs`: what it goes along, {x} an operand."""
     candidates = [v for v in inner.values if v not in scope.values and v.kind in "bif" and v.stage in (0, 1, 3)]
     stacked = [scope.rng.choice(candidates)] if candidates and scope.chance(0.5) else []
     carried = scope.names.fresh("s")
     inner.unpack(carried, [c.inside.name for c in carries])
     form = f"({tuple_form(len(carries))}, {f'{{{len(carries)}}}' if stacked else 'None'})"
     body = inner.block("body", (carried, slices[0].name if slices else "_"), [*lasts, *stacked], form)
-    trips = "" if slices else f", length={scope.rng.choice(TRIPS)}"
     reverse = ", reverse=True" if scope.chance(0.2) else ""
     whole = xs.replace("{x}", f"{{{len(carries)}}}")
-    code = f"jax.tree.leaves(lax.scan({{b0}}, {tuple_form(len(carries))}, {whole}{trips}{reverse}))"
+    code = f"jax.tree.leaves(lax.scan({wrapper}, {tuple_form(len(carries))}, {whole}{trips}{reverse}))"
     outputs = scope.emit_all(code, *(c.outside for c in carries), *reads, bodies=(body,))
     for value, carry, last in zip(outputs, carries, lasts, strict=False):
         scope.learn(value, **_facts(carry, last))
     for value, last in zip(outputs[len(carries) :], stacked, strict=False):
         scope.learn(value, **_facts_of(last, 1))
+
+
+#: What a layer computes of its operand, its own weight, and a weight or a bias that all layers share.
+LAYER = ("jnp.tanh({0} @ {1})", "{0} + jnp.tanh({0} @ {1})", "0.5 * {0} + jnp.sin({0} @ {1})")
+LAYER_THAT_SHARES = (
+    "jnp.tanh({0} @ {1} + {0} @ {2})", "{0} + jnp.tanh({0} @ {1} + {2}[0])", "jnp.tanh(({0} * {2}[1]) @ {1} @ {2})",
+    "jnp.tanh({0} @ ({1} + {2}))",
+)  # fmt: skip
+
+
+def layers(scope: Scope, moves: Moves) -> None:
+    """A scan over layers, which stages split; some share a weight besides."""
+    x = scope.find(floating, batched, of_rank(2, 4), lambda v: v.stage == 1 and not v.mixed and v.shape[-1] > 1,
+                   lambda v: v.batch != v.rank - 1 and v.folded == (1, 1))  # fmt: skip
+    if x is None or scope.closed:
+        return
+    width = x.shape[-1]
+    stacked = scope.param((scope.rng.choice((2, 3, 4)), width, width))
+    shared = [scope.param((width, width))] if scope.chance(0.6) else []
+    carries = [_carry(scope, x)]
+    weight = scope.within(stacked, type=Type(stacked.dtype, stacked.shape[1:]))
+    inner = scope.inner([*scope.values, carries[0].inside])
+    before = len(inner.values)
+    replace(moves, least=0, most=2).play(inner)
+    layer = inner.emit(scope.rng.choice(LAYER_THAT_SHARES if shared else LAYER), carries[0].inside, weight, *shared)
+    if layer is None:
+        return
+    computed = [v for v in inner.values[before:] if v.batch is not None and not v.mixed and v.stage == 1]
+    last = merged(inner, layer, computed) if scope.chance(0.5) else layer
+    wrapper = "jax.checkpoint({b0})" if scope.chance(0.3) else "{b0}"
+    _emit_scan(scope, inner, carries, [last], [weight], "{x}", [stacked], wrapper=wrapper)
 
 
 TESTS = (

@@ -84,6 +84,67 @@ def test_the_backward_scan_reads_pieces_only(remat: bool) -> None:
     assert [cut.types[op.outputs[0]].shape for op in joins] == [W.shape]  # the gradient, for the update
 
 
+def shared(w: Any, x: Any) -> Any:
+    """A stacked weight, and one that all layers share."""
+
+    def loss(stacked: Any, shared: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + x @ shared), None), x, stacked)[0].sum()
+
+    gradient, total = jax.grad(loss, argnums=(0, 1))(w, w[0])
+    return w - gradient, w[0] - total
+
+
+def test_the_gradient_of_a_shared_weight_is_summed_in_each_piece() -> None:
+    cut = equal(trace(shared, W, X), 3, (W, X), (1,))
+    *_, third, second, first = (op for op in cut.ops if op.name == "scan")
+    sums = [op for op in cut.ops if op.name == "add" and op.phase == "backward"]
+    producers = [cut.producers[a] for op in sums for a in op.inputs if isinstance(a, int)]
+    assert producers == [third, second, sums[0], first]
+    assert third.inputs[1] == second.inputs[1] == first.inputs[1]  # zeros
+
+
+def read_in_the_body(c: Any, k: Any) -> Any:
+    return c + jnp.sum(k), c * k
+
+
+def doubled(c: Any, k: Any) -> Any:
+    return c + c + jnp.sum(k), None
+
+
+def replaced(c: Any, k: Any) -> Any:
+    return c * 0.5 + jnp.sum(k), None
+
+
+def added(c: Any, k: Any) -> Any:
+    return c + jnp.sum(k) + k[0, 0], None
+
+
+@pytest.mark.parametrize(
+    ("body", "start", "is_summed"),
+    [
+        (added, 0.0, True),
+        (added, 1.0, False),
+        (read_in_the_body, 0.0, False),
+        (doubled, 0.0, False),
+        (replaced, 0.0, False),
+    ],
+)
+def test_what_is_no_sum_from_zero_goes_from_piece_to_piece(body: Any, start: float, is_summed: bool) -> None:
+    """A scan of the update that reads the pieces of the weights' gradient."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()
+
+        gradient = jax.grad(loss)(w)
+        return w - gradient, jax.lax.scan(body, np.float32(start), gradient)
+
+    cut = equal(trace(step, W, X), 2, (W, X), (1,))
+    assert len(scans(cut)) == 6
+    first, second = [op for op in cut.ops if op.name == "scan"][-2:]
+    assert (second.inputs[0] not in first.outputs) == is_summed
+
+
 @given(length=st.integers(1, 9), pieces=st.integers(1, 9))
 def test_pieces_are_about_equal(length: int, pieces: int) -> None:
     bounds = split_scan.piece_bounds(length, pieces)
