@@ -44,8 +44,9 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
@@ -58,10 +59,11 @@ from autopar.ir.op_sets import ADDITIONS, KERNEL_CALLS, PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
+from autopar.passes.microbatch.grouped import Groups, find_groups, is_grouped
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, Analysis, PlacedOp, build_programs
 from autopar.passes.microbatch.regions import Blocking, FlattenedOps, Reason, apply_rule, blocking_op, flatten, is_zero
 from autopar.passes.microbatch.rule_types import RuleResult
-from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
+from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Partial, Split, State
 from autopar.passes.microbatch.table import invariant_results
 
 #: Least share of the FLOPs that has to run in loops; a split with less is refused.
@@ -202,15 +204,17 @@ def split(
         raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
     leaves = [graph.inputs[i] for i in batch_leaves(graph, count, batch)]
     flat = flatten(graph.ops, graph.outputs, graph.constants)
+    groups = find_groups(graph, flat.ops, flat.outputs)
     limit = math.inf if reasons or count == 1 else (1 - min_loop_share) * math.fsum(work(graph, op) for op in flat.ops)
     best: Microbatches | None = None
     for allowed_loops in range(1, loops + 1 if not per_microbatch else 2):
         for outer in _batch_strides(graph, flat, leaves, count, shards):
             batched = {v: Split(0, outer) for v in leaves}
+            analyzer = partial(
+                _Analyzer, graph, flat, batched, count, allowed_loops, tuple(per_microbatch), share_accumulators, limit
+            )
             try:
-                candidate = _Analyzer(
-                    graph, flat, batched, count, allowed_loops, tuple(per_microbatch), share_accumulators, limit
-                ).run()
+                candidate = _run(analyzer, groups)
             except _OutsideLimitError:
                 continue
             if candidate.loop_share >= min_loop_share or count == 1:
@@ -220,6 +224,16 @@ def split(
     if best is None:
         raise MicrobatchError(f"the step does not fall into {count} microbatches")
     raise MicrobatchError(f"the step does not fall into {best.count} microbatches: {_refusal(best, per_microbatch)}")
+
+
+def _run(analyzer: Callable[..., _Analyzer], groups: Groups | None) -> Microbatches:
+    """The split in which each block sorts its own rows; where that is not possible, all rows are in one sort."""
+    if groups is not None:
+        try:
+            return analyzer(groups=groups).run()
+        except _GroupedOutsideError:
+            pass
+    return analyzer().run()
 
 
 def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
@@ -276,6 +290,10 @@ class _OutsideLimitError(Exception):
     """More FLOPs than allowed need several microbatches."""
 
 
+class _GroupedOutsideError(Exception):
+    """Rows that a block has sorted are read outside of the loop."""
+
+
 class _OperandUse(NamedTuple):
     """How an operation reads an operand.
 
@@ -298,6 +316,7 @@ class _Analyzer:
 
     Attributes:
         limit: largest FLOPs outside of loops that come from the whole batch; `outside_flops` counts them.
+        groups: rows that are sorted by group in each block; None: such sorts are of the whole batch.
         values: state and segment of every value.
         places: index of an operation -> its segment, and how it runs there.
         whole: values of the loop that are also computed on the whole batch, before the loop.
@@ -319,6 +338,7 @@ class _Analyzer:
     per_microbatch: tuple[str, ...]
     share_accumulators: bool
     limit: float = math.inf
+    groups: Groups | None = None
     outside_flops: float = 0.0
     values: dict[int, tuple[State, int]] = field(default_factory=dict)
     places: dict[int, tuple[int, PlacedOp]] = field(default_factory=dict)
@@ -343,6 +363,8 @@ class _Analyzer:
         for op in self.flat.ops:
             segment, placed, results = self.place(op)
             self._record(placed.op, segment, placed, results)
+        if any(isinstance(self.use(a).state, Grouped) for a in self.flat.outputs):
+            raise _GroupedOutsideError
         self.flat = replace(self.flat, ops=tuple(self.places[op.index][1].op for op in self.flat.ops))
         return _result(self)
 
@@ -391,6 +413,8 @@ class _Analyzer:
     def place(self, op: Op) -> tuple[int, PlacedOp, tuple[State, ...]]:
         """Segment of an operation, how it reads its operands and runs there, and the states of its results."""
         uses = [self.use(a) for a in op.inputs]
+        if self._reads_counts(op) and (placed := self._in_loop(op, uses)) is not None:
+            return placed
         if any(isinstance(v.state, Partial) for v in uses) and not self._shares_accumulator(op, uses):
             op = self._read_originals(op, uses)
             uses = [
@@ -401,7 +425,10 @@ class _Analyzer:
             segment = max((v.segment for v in uses), default=0)
             return segment, _placed(op, uses, None), invariant_results(op, [v.state for v in uses])
         if not op.equation.effects:
-            placed = self._in_loop(op, uses) or self._with_own_totals(op, uses) or self._before_loop(op, uses)
+            placed = self._in_loop(op, uses)
+            if placed is None and any(isinstance(v.state, Grouped) for v in uses):
+                raise _GroupedOutsideError
+            placed = placed or self._with_own_totals(op, uses) or self._before_loop(op, uses)
             if placed is not None:
                 return placed
         return self._after_loop(op, uses)
@@ -424,6 +451,10 @@ class _Analyzer:
         sums = self.share_accumulators and op.name in ADDITIONS
         return sums and all(v.state == SUM and self.reads[a] == 1 for a, v in zip(op.inputs, uses, strict=True))
 
+    def _reads_counts(self, op: Op) -> bool:
+        """True for an operation that reads the block's own counts of groups, and not their totals."""
+        return self.groups is not None and any(a in self.groups.counts for a in op.inputs)
+
     def _in_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
         """In a loop, on blocks."""
         segment = max(v.segment for v in uses)
@@ -445,8 +476,9 @@ class _Analyzer:
             asked = True  # so the result depends on the values of this operation's operands
             return constant_component(self.graph, self.producers, op.inputs[operand], component)
 
-        result = apply_rule(self.graph, op, states, self.count, constant)
-        if not op.regions and not asked:
+        result = apply_rule(self.graph, op, states, self.count, constant, self.groups)
+        grouped = self.groups is not None and is_grouped(op, states, self.groups)
+        if not op.regions and not asked and not grouped:
             self.rules[key] = result
         return result
 

@@ -39,19 +39,23 @@ def constant_component(graph: Graph, producers: Mapping[int, Op], atom: Atom, co
         return None if values is None else _convert(op, values)
     last = graph.type_of(atom).rank - 1
     if op.name != "concatenate" or op.params["dimension"] != last:
-        values = _fold(graph, producers, atom)
+        values = fold(graph, producers, atom)
         return None if values is None else values[..., component]
     for piece in op.inputs:
         width = graph.type_of(piece).shape[last]
         if component < width:
-            values = _fold(graph, producers, piece)
+            values = fold(graph, producers, piece)
             return None if values is None else values[..., component]
         component -= width
     return None
 
 
-def _fold(graph: Graph, producers: Mapping[int, Op], atom: Atom) -> NDArray[Any] | None:
-    """The value of an atom that depends on no argument; None for others."""
+def fold(
+    graph: Graph, producers: Mapping[int, Op], atom: Atom, given: Mapping[int, NDArray[Any]] | None = None
+) -> NDArray[Any] | None:
+    """The value of an atom that depends on no argument, or on the `given` values alone; None for others."""
+    if given and isinstance(atom, int) and atom in given:
+        return given[atom]
     dtype = graph.type_of(atom).dtype
     if dtype != "bool" and not dtype.startswith(("int", "uint")):
         return None
@@ -60,7 +64,7 @@ def _fold(graph: Graph, producers: Mapping[int, Op], atom: Atom) -> NDArray[Any]
     op = producers.get(atom)
     if op is None or op.name not in _FOLDED:
         return None
-    operands = [_fold(graph, producers, a) for a in op.inputs]
+    operands = [fold(graph, producers, a, given) for a in op.inputs]
     values = [x for x in operands if x is not None]
     if len(values) < len(operands):
         return None
@@ -88,7 +92,20 @@ def _select(op: Op, which: NDArray[Any], *cases: NDArray[Any]) -> NDArray[Any]:
     return np.choose(which.astype(np.int64), np.broadcast_arrays(*cases))
 
 
-_FOLDED: Mapping[str, Callable[..., NDArray[Any]]] = {
+def _divide(op: Op, x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any] | None:
+    """Rounded towards zero; by zero, devices differ."""
+    if not np.all(y):
+        return None
+    quotient = x // y
+    return quotient + ((quotient * y != x) & ((x < 0) != (y < 0))).astype(quotient.dtype)
+
+
+def _remainder(op: Op, x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any] | None:
+    """With the sign of the dividend."""
+    return None if not np.all(y) else np.fmod(x, y)
+
+
+_FOLDED: Mapping[str, Callable[..., NDArray[Any] | None]] = {
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
     "reshape": lambda op, x: x.reshape(op.params["new_sizes"]),
@@ -98,6 +115,17 @@ _FOLDED: Mapping[str, Callable[..., NDArray[Any]]] = {
     "add": lambda op, x, y: x + y,
     "sub": lambda op, x, y: x - y,
     "mul": lambda op, x, y: x * y,
+    "div": _divide,
+    "rem": _remainder,
+    "max": lambda op, x, y: np.maximum(x, y),
+    "min": lambda op, x, y: np.minimum(x, y),
+    "sign": lambda op, x: np.sign(x),
+    "and": lambda op, x, y: x & y,
+    "or": lambda op, x, y: x | y,
+    "eq": lambda op, x, y: x == y,
+    "ne": lambda op, x, y: x != y,
     "lt": lambda op, x, y: x < y,
+    "le": lambda op, x, y: x <= y,
+    "gt": lambda op, x, y: x > y,
     "ge": lambda op, x, y: x >= y,
 }

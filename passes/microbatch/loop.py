@@ -419,6 +419,8 @@ class _Emitter:
         """
         if not isinstance(atom, int):
             return atom.value
+        if placed.rule_result is not None and position in placed.rule_result.iotas:
+            return jax.lax.iota(jnp.dtype(self.graph.types[atom].dtype), placed.rule_result.iotas[position])
         array = (self.outer if position in placed.outer else self.local)[atom]
         if position in placed.own_totals and self.states[atom] == SUM:
             array = (array * np.asarray(self.count, array.dtype)).astype(jnp.dtype(self.graph.types[atom].dtype))
@@ -544,6 +546,7 @@ def _sum_in_float32(op: Op, result: RuleResult, operands: Sequence[Any]) -> list
 _RESULT_DTYPE: Mapping[str, str] = {
     "convert_element_type": "new_dtype",
     "dot_general": "preferred_element_type",
+    "ragged_dot_general": "preferred_element_type",
     "conv_general_dilated": "preferred_element_type",
 }
 

@@ -26,9 +26,10 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.passes.microbatch import kernels
+from autopar.passes.microbatch.grouped import Groups, find_groups, grouped, is_grouped
 from autopar.passes.microbatch.rule_types import ConstantComponent, Operands, RuleResult, no_constants
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
-from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Split, State, join
+from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Split, State, join
 from autopar.passes.microbatch.table import apply_table, invariant_results
 from autopar.rules.manual import MANUAL
 
@@ -102,10 +103,17 @@ class BlockBody:
 
 @dataclass(frozen=True, slots=True)
 class BlockedBody:
-    """A body that cannot run on blocks: the first operation that cannot, and the states of its operands."""
+    """A body that cannot run on blocks: the first operation that cannot, the states of its operands, and why not."""
 
     op: Op
     states: tuple[State, ...]
+    why: str = ""
+
+
+KEEPS_SORTED_ROWS = (
+    "the loop around it keeps rows that are sorted by group for its backward pass; recompute them there, with "
+    "jax.checkpoint around the body of the loop"
+)
 
 
 def is_zero(atom: Atom) -> bool:
@@ -126,15 +134,29 @@ def shapes(graph: Graph, atoms: Sequence[Atom]) -> tuple[tuple[int, ...], ...]:
 
 
 def apply_rule(
-    graph: Graph, op: Op, states: tuple[State, ...], count: int, constant_component: ConstantComponent = no_constants
+    graph: Graph,
+    op: Op,
+    states: tuple[State, ...],
+    count: int,
+    constant_component: ConstantComponent = no_constants,
+    groups: Groups | None = None,
 ) -> RuleResult | None:
-    """How one operation runs on blocks, loops and branches included; None if it cannot."""
+    """How one operation runs on blocks, loops and branches included; None if it cannot.
+
+    Args:
+        graph: the program.
+        op, states: the operation and the states of its operands.
+        count: number of microbatches.
+        constant_component: values of components of its index arrays, as far as they are constant.
+        groups: rows around it that are sorted by group.
+    """
     rule = _REGION_RULES.get(op.name)
     if rule is not None:
-        return rule(graph, op, states, count)
-    return apply_table(
-        Operands(op, shapes(graph, op.inputs), shapes(graph, op.outputs), states, count, constant_component)
-    )
+        return None if any(isinstance(s, Grouped) for s in states) else rule(graph, op, states, count)
+    operands = Operands(op, shapes(graph, op.inputs), shapes(graph, op.outputs), states, count, constant_component)
+    if groups is not None and is_grouped(op, states, groups):
+        return grouped(operands, groups, apply_table)
+    return apply_table(operands)
 
 
 def analyse_region(graph: Graph, region: Region, input_states: Sequence[State], count: int) -> BlockBody | BlockedBody:
@@ -145,18 +167,22 @@ def analyse_region(graph: Graph, region: Region, input_states: Sequence[State], 
     states: dict[int, State] = dict(zip(region.inputs, input_states, strict=True))
     states.update((value, INVARIANT) for value, _ in flat.constants)
     rule_results: dict[int, RuleResult | None] = {}
+    groups = find_groups(graph, flat.ops, flat.outputs)
     for op in flat.ops:
         operands = tuple(state_of(a, states) for a in op.inputs)
         if all(isinstance(s, Invariant) for s in operands):
             results = invariant_results(op, operands)
             rule_results[op.index] = None
         else:
-            result = None if op.equation.effects else apply_rule(graph, op, operands, count)
+            result = None if op.equation.effects else apply_rule(graph, op, operands, count, groups=groups)
             if result is None:
                 return BlockedBody(op, operands)
             results, rule_results[op.index] = result.results, result
         states.update(zip(op.outputs, results, strict=True))
     outputs = tuple(state_of(a, states) for a in flat.outputs)
+    for op in flat.ops if any(isinstance(s, Grouped) for s in outputs) else ():
+        if any(v in flat.outputs and isinstance(states[v], Grouped) for v in op.outputs):
+            return BlockedBody(op, tuple(state_of(a, states) for a in op.inputs), KEEPS_SORTED_ROWS)
     return BlockBody(region, flat, states, rule_results, tuple(input_states), outputs)
 
 
@@ -382,6 +408,8 @@ def blocking_op(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> 
     elif op.name == "cond" and isinstance(states[0], Invariant):
         bodies = _branches(graph, op, states, count)
     inner = next((body for body in bodies if isinstance(body, BlockedBody)), None)
+    if inner is not None and inner.why:
+        return Blocking(inner.op, inner.why)
     if inner is not None:
         return blocking_op(graph, inner.op, inner.states, count)
     if op.name == MANUAL:

@@ -76,6 +76,7 @@ class RuleResult:
         params: parameters that differ on a block.
         local_indices: position of an operand -> (component of its last dimension, values of the component on any
             block).
+        iotas: position of an operand -> number of rows of a block, which the operand counts from 0.
         body: the body of a loop on blocks, a `autopar.passes.microbatch.regions.BlockBody`; for `while` the pair of
             condition and body, for `cond` one per branch.
         result_block: set for an operation without split operands: the block of its result that is computed.
@@ -85,6 +86,7 @@ class RuleResult:
     slices: Mapping[int, Split] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     local_indices: Mapping[int, tuple[int, NDArray[Any]]] = field(default_factory=dict)
+    iotas: Mapping[int, int] = field(default_factory=dict)
     body: Any = None
     result_block: Split | None = None
 

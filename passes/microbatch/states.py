@@ -5,10 +5,11 @@ The batch is cut into m blocks. In the program that runs once per block, a value
     Invariant            the same for every block
     Split(dim, outer)    block k of the whole value: dimension `dim`, viewed as (outer, m, inner), at [:, k, :]
     Partial(kind)        a part of the whole value, which is the sum (maximum, minimum, bitwise and, or) over all blocks
+    Permuted, Positions  the block's own rows, sorted by group
 
 `outer` is 1 if the batch is the leading part of the dimension. A batch of B examples that is flattened behind S
-positions, (S, B) -> (S B), is split with outer = S. The same three states describe values on a mesh axis (replicated,
-sharded, partial sum: GSPMD, Xu et al., 2021); here the axis is time.
+positions, (S, B) -> (S B), is split with outer = S. The first three states also describe values on a mesh axis
+(replicated, sharded, partial sum: GSPMD, Xu et al., 2021); here the axis is time.
 
 A part of a sum in a float of less than 32 bits is computed and stored in float32, so that the total is rounded to its
 dtype once and not once per block                                                                     -> part_dtype
@@ -65,7 +66,42 @@ class Partial:
         return f"partial {self.kind}"
 
 
-State = Invariant | Split | Partial
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """The rows of a split value, sorted by their keys: of the whole value in the whole, of a block in that block.
+
+    Attributes:
+        dim: the dimension of the rows.
+        keys: the value that sorts them.
+    """
+
+    dim: int
+    keys: int
+
+    def __str__(self) -> str:
+        return f"permuted({self.dim}, by %{self.keys})"
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """A function of the positions of sorted rows, as `argsort` gives them. On a block, positions are in the block.
+
+    Attributes:
+        dim, keys: as for `Permuted`.
+        inverse: positions behind sorting of rows in their first order, as `argsort(argsort(keys))` gives them.
+    """
+
+    dim: int
+    keys: int
+    inverse: bool = False
+
+    def __str__(self) -> str:
+        return f"{'inverse ' if self.inverse else ''}positions({self.dim}, by %{self.keys})"
+
+
+#: States of rows that their keys have sorted: `autopar.passes.microbatch.grouped`. They do not leave a loop.
+Grouped = Permuted | Positions
+State = Invariant | Split | Partial | Grouped
 
 INVARIANT = Invariant()
 ZERO = Invariant(True)
@@ -74,7 +110,7 @@ SUM = Partial("sum")
 
 def local_shape(shape: Shape, state: State, count: int) -> Shape:
     """Shape of a value within one of `count` microbatches."""
-    return divided(shape, state.dim, count) if isinstance(state, Split) else shape
+    return divided(shape, state.dim, count) if isinstance(state, Split | Permuted | Positions) else shape
 
 
 def part_dtype(dtype: Any, state: State) -> Any:

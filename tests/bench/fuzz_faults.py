@@ -25,7 +25,7 @@ from autopar import jax_compat
 from autopar.bench.fuzz.campaign import flags
 from autopar.bench.worker import cpu_devices
 from autopar.errors import AutoparError
-from autopar.passes.microbatch import constant_indices, gather, loop, programs, rules, table
+from autopar.passes.microbatch import analysis, constant_indices, gather, grouped, loop, programs, rules, table
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.rule_types import ANY, ORDERED, Dtypes, OpRules, PartialOperands
 from autopar.passes.microbatch.states import REDUCTION_KINDS
@@ -87,6 +87,10 @@ def rounded_parts() -> Sequence[Patch]:
 
 #: Where parts of sums are read: elsewhere totals are complete before anything reads them.
 LOOPS = "lax.scan|while_loop|lax.cond|lax.switch"
+# Checks of sorted rows
+COUNTED = "(v, keys_of[counted]) for v in chain if counted in keys_of"
+ANY_KEYS = "(v, k) for v in chain for k in keys_of.values()"
+OWN_BLOCK = "own.min(initial=0) >= 0 and own.max(initial=0) < inner and"
 
 FAULTS = (
     Fault("or and and of integers over the batch are max and min", "microbatches", bits_as_extremes),
@@ -147,6 +151,30 @@ FAULTS = (
         lambda: [(op_groups, "combines", lambda backend, operation, dtype: True)],
         "reduce_or|reduce_and|complex",
         analysed=False,
+    ),
+    Fault(
+        "numbers that do not sort the rows are counted as their groups",
+        "microbatches",
+        lambda: [(analysis, "find_groups", edited(grouped.find_groups, COUNTED, ANY_KEYS))],
+        "ragged_dot",
+    ),
+    Fault(
+        "sorted rows are read from another block",
+        "microbatches",
+        lambda: [(grouped, "_target", edited(grouped._target, OWN_BLOCK, "True or"))],
+        "ragged_dot",
+    ),
+    Fault(
+        "sorted rows meet what belongs to their place",
+        "microbatches",
+        lambda: [(grouped.Groups, "is_uniform", lambda groups, atom, dim: True)],
+        "ragged_dot",
+    ),
+    Fault(
+        "sorted rows meet their positions",
+        "microbatches",
+        lambda: [(grouped, "_rowwise", edited(grouped._rowwise, "replace(s, dim=0) != kind", "False"))],
+        "ragged_dot",
     ),
     Fault(
         "layouts of arguments below a byte are checked",

@@ -173,7 +173,7 @@ def test_noise_inside_bodies(body):
 
 def test_operations_one_by_one_are_the_step():
     """Bodies of every kind, nothing changed."""
-    taken, loaded = set(), [program(seed, 1).compiled() for seed in (9, 42)]
+    taken, loaded = set(), [program(seed, 1).compiled() for seed in (9, 19)]
     for step in loaded:
         jaxpr = jax.make_jaxpr(step.function)(*step.arguments)
         ours = noise.one_by_one(jaxpr, jax.tree.leaves(step.arguments), lambda x: x)
@@ -315,7 +315,7 @@ def test_random_programs_in_stages_and_on_meshes(seed):
     [
         ("a sum that wraps is converted before it is complete", 17),
         ("or and and of integers over the batch are max and min", 44),
-        ("the second loop does not see a total that it reads as it is", 15),
+        ("the second loop does not see a total that it reads as it is", 390),
     ],
 )
 def test_faults_put_back_are_found(title, seed):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from autopar.bench.fuzz import elementwise, indexing, library, regions, shapes, totals
+from autopar.bench.fuzz import elementwise, experts, indexing, library, regions, shapes, totals
 from autopar.bench.fuzz.program import KEY, KEYS, STATE, Block, Node, Program, Type
 from autopar.bench.fuzz.regions import Move, Moves
 from autopar.bench.fuzz.scope import LARGEST_STAGE, Names, Scope, Value, batched, floating, of_rank, plain
@@ -180,8 +180,12 @@ def _play(scope: Scope, count: int, table: Sequence[Move], body: Moves, regions_
 BY_HAND = 0.4
 
 
-#: Share of losses with a scan over layers.
-SCANNED = 0.2
+#: Shares of losses with a product, a scan over layers, and a mixture of experts.
+SHARES = (0.7, 0.18, 0.12)
+
+
+def _layers(scope: Scope) -> None:
+    regions.layers(scope, BODY)
 
 
 def _by_hand(scope: Scope, size: int) -> list[tuple[str, str]] | None:
@@ -205,10 +209,7 @@ def _trained(scope: Scope, size: int) -> list[tuple[str, str]] | None:
     inner.depth = 0
     inner.trained = {}
     _play(inner, inner.rng.randint(0, size), SMOOTH_MOVES, BODY, 0.2)
-    if inner.chance(SCANNED):
-        regions.layers(inner, BODY)
-    else:
-        shapes.product(inner)
+    inner.rng.choices((shapes.product, _layers, experts.experts), SHARES)[0](inner)
     _play(inner, inner.rng.randint(1, 2 * size), SMOOTH_MOVES, BODY, 0.2)
     loss = _loss(inner)
     if loss is None or not inner.trained:
