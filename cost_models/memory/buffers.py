@@ -242,7 +242,8 @@ class _Values:
         started: dict[int, Place] = {}
         borrowed: dict[int, Place] = {}
         for step in reversed([s for frame in p.top.walk() for s in frame.steps if s.outputs]):
-            started.update((v, bindings[r]) for v, r in step.taken if r in bindings)
+            taken = ((v, r) for v, r in step.taken if p.type_of(v).shape == p.type_of(r).shape)
+            started.update((v, bindings[r]) for v, r in taken if r in bindings)
             result = step.outputs[0]
             like = p.like.get(result, result)
             place = bindings.get(like) or borrowed.get(result) or wanted.get(like)

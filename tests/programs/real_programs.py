@@ -271,6 +271,19 @@ def scan_in_reverse() -> Any:
     return step, (array(8, 8), array(4, 8, 8))
 
 
+def scan_of_a_reshaped_array() -> Any:
+    """A carry takes over the buffer of an array of another shape, which is read besides."""
+
+    def fn(x: jax.Array) -> Any:
+        grid = jnp.zeros((8, 2), jnp.int32)
+        row, total = jax.lax.scan(
+            lambda c, _: ((jnp.ones_like(c[0]), c[1] + 1.0), None), (grid.reshape(16), 0.0), length=1
+        )[0]
+        return x.sum() + total, row, jnp.max(grid, (0, 1))
+
+    return fn, (jnp.ones((8, 6)),)
+
+
 def scan_without_inputs() -> Any:
     def step(w: jax.Array, x: jax.Array) -> Any:
         return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
@@ -570,6 +583,7 @@ PROGRAMS: tuple[tuple[str, Callable[[], Any]], ...] = (
             nested_jit,
             scan_of_mixed_carries,
             scan_in_reverse,
+            scan_of_a_reshaped_array,
             scan_without_inputs,
             while_of_unknown_length,
             loops_under_vmap,

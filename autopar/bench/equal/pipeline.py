@@ -113,10 +113,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(
         [
             *map(line, rows),
-            f"{counts['ok']} of {counts['rows']} cases equal the single-device run; "
+            f"{counts['ok'] - counts['not_run']} of {counts['rows']} cases equal the single-device run, "
+            f"{counts['not_run']} refused; "
             f"least share of FLOPs in the loop {counts['share_min']:.2%}, largest difference of a leaf in float64 "
             f"{counts['leaf_float64']:.1e}, of a loss in float32 {counts['loss_float32']:.1e}; "
-            f"refused: {', '.join(counts['refused']) or 'none'}",
+            f"several microbatches or the schedule refused: {', '.join(counts['refused']) or 'none'}",
         ]
     )
 
@@ -127,5 +128,6 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         **rows_kept.differences(rows),
         "share_min": min((r["share"] for r in split), default=1.0),
+        "not_run": sum(bool(r["refusal"]) and not r["microbatches"] for r in rows),
         "refused": list(dict.fromkeys(r["model"] for r in rows if r["refusal"])),
     }

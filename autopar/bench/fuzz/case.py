@@ -36,7 +36,7 @@ from autopar.bench.fuzz.generate import program
 from autopar.bench.fuzz.noise import Noise, noise
 from autopar.bench.fuzz.program import Block, Program, Step
 from autopar.bench.worker import cpu_devices, serve
-from autopar.errors import AutoparError, MicrobatchError, ScheduleError
+from autopar.errors import ArgumentError, AutoparError, MicrobatchError, ScheduleError
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.loop import split_step
 from autopar.plans import cache as plan_cache
@@ -44,6 +44,8 @@ from autopar.verification.differences import host
 
 MODES = ("microbatches", "stages", "meshes")
 COUNTS = (2, 4)
+#: What is said of a loss that depends on no example, such as a regulariser alone.
+FEW_OPERATIONS = "more than the forward pass has operations"
 DEVICES = 8
 
 
@@ -133,7 +135,10 @@ class Case:
         except (MicrobatchError, ScheduleError) as error:
             self.refusals[variant] = reason(error)
         except Exception as error:
-            self.failures[variant] = failure(error)
+            if isinstance(error, ArgumentError) and FEW_OPERATIONS in str(error):
+                self.refusals[variant] = reason(error)
+            else:
+                self.failures[variant] = failure(error)
         return None
 
 

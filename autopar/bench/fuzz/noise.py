@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from autopar.bench.fuzz.compare import Noise, differences
 from autopar.ir.jaxpr.one_by_one import OneByOne
 
-PERTURBED = 4
+PERTURBED = 8
 #: Relative changes of float64 arguments: some tens of units in the last place.
 EPSILON = 2.0**-47
 #: A unit in the last place of a float64, relative.
@@ -28,7 +29,10 @@ ULP = 2.0**-52
 EXACT = 2.0**53
 WIDE = ("float64", "complex128")
 
-Changed = Callable[[Any], Any]
+#: Sums, whose last digit depends on the order of their terms.
+SUMS = ("reduce_sum", "dot_general", "cumsum", "scatter-add", "add", "add_any", "sub")
+
+Changed = Callable[[Any, bool], Any]
 
 
 def noise(plain: Callable[..., Any], jaxpr: Any, arguments: Sequence[Any]) -> Noise:
@@ -37,10 +41,10 @@ def noise(plain: Callable[..., Any], jaxpr: Any, arguments: Sequence[Any]) -> No
     first = jax.tree.leaves(plain(*arguments))
     runs = [plain(*perturbed(arguments, np.random.default_rng(seed))) for seed in range(PERTURBED)]
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(arguments)]
-    runs += [one_by_one(jaxpr, leaves, lambda x: x)]
+    runs += [one_by_one(jaxpr, leaves)]
     for seed in range(PERTURBED):
         rng = np.random.default_rng(seed)
-        runs += [one_by_one(jaxpr, leaves, lambda x, rng=rng: _rounded(x, rng))]
+        runs += [one_by_one(jaxpr, leaves, partial(_rounded, rng=rng))]
     return Noise(tuple(map(max, zip(*(differences(jax.tree.leaves(results), first) for results in runs), strict=True))))
 
 
@@ -48,24 +52,35 @@ def noise(plain: Callable[..., Any], jaxpr: Any, arguments: Sequence[Any]) -> No
 class _Changed(OneByOne):
     """An evaluation in which each result is changed."""
 
-    changed: Changed = lambda x: x
+    changed: Changed = lambda x, exact: x
 
     def ran(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
-        return [self.changed(x) for x in results]
+        exact = equation.primitive.name not in SUMS or all(map(_is_whole, operands))
+        return [self.changed(x, exact) for x in results]
 
 
-def one_by_one(closed: Any, operands: Sequence[Any], changed: Changed) -> list[Any]:
-    """Results of a jaxpr, open or closed, whose operations run one by one, `changed` applied to the result of each."""
+def one_by_one(closed: Any, operands: Sequence[Any], changed: Changed = lambda x, exact: x) -> list[Any]:
+    """Results of a jaxpr, open or closed, whose operations run one by one, `changed` applied to the result of each.
+
+    It also gets whether a result that is whole is so exactly: thirds may add up to a whole number, or nearly so in
+    another order.
+    """
     return _Changed(changed=changed).evaluate(closed, operands)
 
 
-def _rounded(x: Any, rng: np.random.Generator) -> Any:
-    """A wide float, changed by up to a unit in the last place; whole numbers that a float64 has exactly stay."""
+def _is_whole(x: Any) -> bool:
+    """True unless an array holds a fraction."""
+    array = np.asarray(x) if str(getattr(x, "dtype", "")) in WIDE else np.zeros(())
+    return bool((array == np.round(array)).all())
+
+
+def _rounded(x: Any, exact: bool, rng: np.random.Generator) -> Any:
+    """A wide float, changed by up to a unit in the last place; whole numbers that are exact stay."""
     if str(x.dtype) not in WIDE:
         return x
-    exact = np.asarray(x)
-    whole = (exact == np.round(exact)) & (np.abs(exact) < EXACT)
-    return jnp.asarray(np.where(whole, exact, _moved(exact, ULP, rng)))
+    values = np.asarray(x)
+    whole = exact & (values == np.round(values)) & (np.abs(values) < EXACT)
+    return jnp.asarray(np.where(whole, values, _moved(values, ULP, rng)))
 
 
 def _moved(x: Any, most: float, rng: np.random.Generator) -> Any:
