@@ -83,6 +83,11 @@ class Constant:
 Atom = int | Constant
 
 
+def is_zero(atom: Atom) -> bool:
+    """True for a literal zero."""
+    return isinstance(atom, Constant) and not np.any(np.asarray(atom.value))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
     """A nested body: its operation defines `inputs`; `outputs` are atoms of the body."""

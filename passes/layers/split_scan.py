@@ -26,11 +26,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from autopar import jax_compat
 from autopar.cost_models.flops import work
-from autopar.ir.graph import Atom, Constant, Copier, Graph, Op, Type, numbered
+from autopar.ir.graph import Atom, Copier, Graph, Op, Type, is_zero, numbered
 from autopar.ir.op_sets import ADDITIONS
 
 PieceBounds = tuple[tuple[int, int], ...]
@@ -83,10 +82,10 @@ def _sums(graph: Graph, op: Op) -> Iterator[int]:
 
 def _is_zero(graph: Graph, atom: Atom) -> bool:
     """True for a literal zero, and for an array of zeros that a broadcast makes."""
-    if isinstance(atom, Constant):
-        return not np.any(np.asarray(atom.value))
-    producer = graph.producers.get(atom)
-    return producer is not None and producer.name == "broadcast_in_dim" and _is_zero(graph, producer.inputs[0])
+    producer = graph.producers.get(atom) if isinstance(atom, int) else None
+    if producer is not None and producer.name == "broadcast_in_dim":
+        return _is_zero(graph, producer.inputs[0])
+    return is_zero(atom)
 
 
 def piece_bounds(length: int, pieces: int) -> PieceBounds:

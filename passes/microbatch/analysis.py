@@ -54,14 +54,14 @@ from numpy.typing import NDArray
 from autopar.cost_models.flops import work
 from autopar.cost_models.kernels import KERNELS
 from autopar.errors import ArgumentError, MicrobatchError
-from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.graph import Atom, Graph, Op, is_zero
 from autopar.ir.op_sets import ADDITIONS, KERNEL_CALLS, PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
 from autopar.passes.microbatch.grouped import Groups, find_groups, is_grouped
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, Analysis, PlacedOp, build_programs
-from autopar.passes.microbatch.regions import Blocking, FlattenedOps, Reason, apply_rule, blocking_op, flatten, is_zero
+from autopar.passes.microbatch.regions import Blocking, FlattenedOps, Reason, apply_rule, blocking_op, flatten
 from autopar.passes.microbatch.rule_types import RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Partial, Split, State
 from autopar.passes.microbatch.table import invariant_results

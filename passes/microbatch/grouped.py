@@ -173,21 +173,18 @@ def _counts_by_scatter(groups: Groups, op: Op) -> Atom | None:
 def _counts_by_sum(groups: Groups, op: Op) -> Atom | None:
     """What sum(indices[:, None] == arange(groups), 0) counts."""
     equal = groups.producers.get(_uncast(groups, op.inputs[0]))
-    if op.params["axes"] != (0,) or equal is None or equal.name != "eq" or len(shape := _shape(groups, equal)) != 2:
+    if op.params["axes"] != (0,) or equal is None or equal.name != "eq":
         return None
+    shape = groups.graph.types[equal.outputs[0]].shape
     for indices, numbers in (equal.inputs, equal.inputs[::-1]):
         values = fold(groups.graph, groups.producers, numbers)
-        column = groups.graph.type_of(indices).shape == (shape[0], 1)
+        column = len(shape) == 2 and groups.graph.type_of(indices).shape == (shape[0], 1)
         if column and values is not None and np.array_equal(values.reshape(-1), np.arange(shape[1])):
             return _monotone_in(groups, indices, shape[1])
     return None
 
 
 _COUNTS = {"scatter-add": _counts_by_scatter, "reduce_sum": _counts_by_sum}
-
-
-def _shape(groups: Groups, op: Op) -> tuple[int, ...]:
-    return groups.graph.types[op.outputs[0]].shape
 
 
 def _is_all(groups: Groups, atom: Atom, value: int) -> bool:

@@ -21,10 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from autopar import jax_compat
-from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.ir.graph import Atom, Graph, Op, Region, is_zero
 from autopar.passes.microbatch import kernels
 from autopar.passes.microbatch.grouped import Groups, find_groups, grouped, is_grouped
 from autopar.passes.microbatch.rule_types import ConstantComponent, Operands, RuleResult, no_constants
@@ -114,11 +112,6 @@ KEEPS_SORTED_ROWS = (
     "the loop around it keeps rows that are sorted by group for its backward pass; recompute them there, with "
     "jax.checkpoint around the body of the loop"
 )
-
-
-def is_zero(atom: Atom) -> bool:
-    """True for a literal zero."""
-    return not isinstance(atom, int) and not np.any(np.asarray(atom.value))
 
 
 def state_of(atom: Atom, states: Mapping[int, State]) -> State:
