@@ -424,14 +424,12 @@ class _Analyzer:
         if all(isinstance(v.state, Invariant) for v in uses):
             segment = max((v.segment for v in uses), default=0)
             return segment, _placed(op, uses, None), invariant_results(op, [v.state for v in uses])
-        if not op.equation.effects:
-            placed = self._in_loop(op, uses)
-            if placed is None and any(isinstance(v.state, Grouped) for v in uses):
-                raise _GroupedOutsideError
-            placed = placed or self._with_own_totals(op, uses) or self._before_loop(op, uses)
-            if placed is not None:
-                return placed
-        return self._after_loop(op, uses)
+        placed = None if op.equation.effects else self._in_loop(op, uses)
+        if placed is None and any(isinstance(v.state, Grouped) for v in uses):
+            raise _GroupedOutsideError
+        if placed is None and not op.equation.effects:
+            placed = self._with_own_totals(op, uses) or self._before_loop(op, uses)
+        return placed or self._after_loop(op, uses)
 
     def _read_originals(self, op: Op, uses: Sequence[_OperandUse]) -> Op:
         """The operation, with recomputed partial operands replaced by their originals where those are known earlier."""
@@ -453,7 +451,9 @@ class _Analyzer:
 
     def _reads_counts(self, op: Op) -> bool:
         """True for an operation that reads the block's own counts of groups, and not their totals."""
-        return self.groups is not None and any(a in self.groups.counts for a in op.inputs)
+        if self.groups is None or op.equation.effects:
+            return False
+        return any(a in self.groups.counts for a in op.inputs)
 
     def _in_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
         """In a loop, on blocks."""

@@ -157,6 +157,12 @@ PRODUCT, SPLIT_PRODUCT = jax.jit(product), jax.jit(split_product)
 
 # Steps in which rows depend on rows of other microbatches
 
+
+def printed(x: jax.Array) -> jax.Array:
+    jax.debug.print("{}", x[0])
+    return x
+
+
 OTHERWISE = {
     "other rows are counted": lambda e, o, s, x, r: (jnp.bincount((e + 1) % EXPERTS, length=EXPERTS), x, r),
     "counts are clipped from above": lambda e, o, s, x, r: (jnp.bincount(jnp.minimum(e, 1), length=EXPERTS), x, r),
@@ -169,6 +175,7 @@ OTHERWISE = {
     "rows by the place that they had": lambda e, o, s, x, r: (s, x + o[:, None], r),
     "a capacity": lambda e, o, s, x, r: (s, jnp.where(jnp.arange(x.shape[0])[:, None] < 40, x, 0), r),
     "rows in reverse": lambda e, o, s, x, r: (s, x[::-1], r),
+    "the first row is printed": lambda e, o, s, x, r: (s, printed(x), r),
     "added to other tokens": lambda e, o, s, x, r: (s, x, (r + 1) % TOKENS),
 }
 
