@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Atom, Graph, Op
+from autopar import jax_compat
+from autopar.ir.graph import Atom, Graph, Op, Type
 from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, RAGGED_PRODUCTS, RARE_ELEMENTWISE
 from autopar.passes.microbatch.constant_indices import MAX_ELEMENTS, fold
 from autopar.passes.microbatch.equal_values import first_equal
@@ -65,7 +66,7 @@ class Groups:
         orders = self.orders.get(replace(state, dim=0), ())
         key = self._expression(atom, orders)
         if key not in self.evaluated:
-            in_order = {v: np.arange(self.graph.types[v].size) for v in orders}
+            in_order = {v: _counted_up(self.graph.types[v]) for v in orders}
             self.evaluated[key] = fold(self.graph, self.producers, atom, in_order)
         values = self.evaluated[key]
         return None if values is None else values.reshape(-1)
@@ -87,6 +88,11 @@ class Groups:
 
 def _copied(op: Op) -> tuple[int, ...]:
     return tuple(op.params["broadcast_dimensions"])
+
+
+def _counted_up(type_: Type) -> NDArray[Any]:
+    """0, 1, ... in this type, in which they may wrap."""
+    return np.arange(type_.size).astype(jnp.dtype(type_.dtype))
 
 
 # Finding sorts and counts
@@ -113,7 +119,11 @@ def find_groups(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom]) -> Gro
     counts: dict[int, int] = {}
     for op in products:
         chain, counted = _count(groups, op.inputs[2])
-        counts.update((v, keys_of[counted]) for v in chain if counted in keys_of)
+        rows = graph.types[keys_of[counted]].size if counted in keys_of else 0
+        if all(
+            _holds(graph.types[v].dtype, rows) for v in chain
+        ):  # the count of all rows may wrap, that of a block not
+            counts.update((v, keys_of[counted]) for v in chain if counted in keys_of)
     orders: dict[Positions, list[int]] = {}
     for op in ops:
         if op.index in sorts:
@@ -126,7 +136,7 @@ def _producers(graph: Graph, ops: Sequence[Op]) -> Mapping[int, Op]:
     producers = {v: op for op in (*graph.walk(), *ops) for v in op.outputs}
     for op in graph.walk():
         if op.name == "scan":
-            constants = zip(op.regions[0].inputs, op.inputs[: op.params["num_consts"]], strict=False)
+            constants = zip(op.regions[0].inputs, op.inputs[: jax_compat.scan_counts(op.params)[0]], strict=False)
             producers.update((inner, producers[a]) for inner, a in constants if isinstance(a, int) and a in producers)
     return producers
 
@@ -203,11 +213,12 @@ def _uncast(groups: Groups, atom: Atom) -> int:
 def _counted(groups: Groups, atom: Atom, extent: int | None) -> Atom:
     """The value with the same numbers in the same order, before reshapes and conversions.
 
-    A conversion that may wrap counts only where the numbers are known to be less than `extent`.
+    A conversion that may wrap counts only where the numbers are known to be less than `extent`, which its type holds.
     """
     while isinstance(atom, int) and (op := groups.producers.get(atom)) is not None and op.name in _SAME_NUMBERS:
         (before, after), source = map(groups.graph.type_of, (op.inputs[0], atom)), op.inputs[0]
-        if before.size != after.size or not (_fits(before.dtype, after.dtype) or _selects(groups, source, extent)):
+        in_range = extent is not None and _holds(after.dtype, extent - 1) and _selects(groups, source, extent)
+        if before.size != after.size or not (_fits(before.dtype, after.dtype) or in_range):
             break
         atom = source
     return atom
@@ -225,6 +236,12 @@ def _fits(before: str, after: str) -> bool:
         return False
     old, new = map(jnp.iinfo, dtypes)
     return bool(new.min <= old.min and old.max <= new.max)
+
+
+def _holds(dtype: str, number: int) -> bool:
+    """True if all integers from 0 to this one are in a dtype of integers."""
+    kind = jnp.dtype(dtype)
+    return bool(jnp.issubdtype(kind, jnp.integer)) and number <= jnp.iinfo(kind).max
 
 
 def _monotone_in(groups: Groups, indices: Atom, extent: int) -> Atom | None:
@@ -250,11 +267,11 @@ def _monotone_in(groups: Groups, indices: Atom, extent: int) -> Atom | None:
     return value if _selects(groups, value, extent) else None
 
 
-def _selects(groups: Groups, atom: Atom, extent: int | None) -> bool:
+def _selects(groups: Groups, atom: Atom, extent: int) -> bool:
     """True for indices that `top_k` or `argmax` returns, of no more than `extent` candidates."""
     value = _counted(groups, atom, None)
     op = groups.producers.get(value) if isinstance(value, int) else None
-    if op is None or extent is None or op.name not in ("top_k", "argmax"):
+    if op is None or op.name not in ("top_k", "argmax"):
         return False
     axis = op.params["axis"] if op.name == "top_k" else op.params["axes"][0]
     return value == op.outputs[-1] and groups.graph.type_of(op.inputs[0]).shape[axis] <= extent

@@ -112,6 +112,7 @@ FORMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("mixture", "form"), FORMS)
 def test_microbatches_that_sort_their_own_rows_compute_the_step(mixture: Mixture, form: str) -> None:
     with jax.enable_x64(True):
@@ -153,6 +154,41 @@ def split_product(w: jax.Array, x: jax.Array, experts: jax.Array) -> jax.Array:
 
 
 PRODUCT, SPLIT_PRODUCT = jax.jit(product), jax.jit(split_product)
+
+
+def counted_in(dtype: str, experts: int = EXPERTS, indices: str = "int32", stride: int = 1) -> Callable[..., Any]:
+    """256 rows, counted and indexed in these types; positions go through a product that may wrap."""
+
+    def function(w: jax.Array, x: jax.Array) -> jax.Array:
+        chosen = jnp.argmax(x @ w, 1)
+        order = jnp.argsort(chosen)
+        sizes = jnp.sum(chosen.astype(indices)[:, None] == jnp.arange(experts), 0, dtype=dtype)
+        rows = x[order * stride // stride]
+        matrices = jnp.stack([w * i for i in range(experts)])
+        return lax.ragged_dot(rows, matrices, sizes)[jnp.argsort(order)]
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "experts", "in_blocks"),
+    [
+        (counted_in("int16"), EXPERTS, True),
+        (counted_in("int8"), EXPERTS, False),
+        (counted_in("uint8"), EXPERTS, False),
+        (counted_in("int32", 100, "int8"), 100, True),
+        (counted_in("int32", 200, "int8"), 200, False),
+        (counted_in("int32", stride=1 << 22), EXPERTS, True),
+        (counted_in("int32", stride=1 << 25), EXPERTS, False),
+    ],
+)
+def test_numbers_that_may_wrap(function: Callable[..., Any], experts: int, in_blocks: bool) -> None:
+    """Blocks sort their own rows unless the whole may wrap where a block does not; then the sort is behind the loop."""
+    args = jnp.eye(experts), jnp.sin(jnp.arange(256.0 * experts) ** 2).reshape(256, experts)
+    traced = trace(function, *args)
+    looped = [placed.op.name for placed in split(traced.graph, 2, (1,)).body]
+    assert ("sort" in looped, "ragged_dot_general" in looped) == (in_blocks, in_blocks)
+    assert_equal(jax.jit(split_step(traced, 2, (1,)))(*args), jax.jit(function)(*args), 1e-5)
 
 
 # Steps in which rows depend on rows of other microbatches
