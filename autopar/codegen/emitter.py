@@ -21,8 +21,8 @@ from autopar.errors import RuleError
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, spec
-from autopar.ir.op_sets import ATTENTION
-from autopar.rules import SHARD_MAPPED, context_parallel, cudnn, pallas, partitioned
+from autopar.ir.op_sets import ATTENTION, RAGGED_PRODUCTS
+from autopar.rules import SHARD_MAPPED, context_parallel, cudnn, pallas, partitioned, ragged
 from autopar.rules.manual import MANUAL
 
 Specs = tuple[jax.sharding.PartitionSpec, ...]
@@ -145,7 +145,7 @@ class Emitter:
 
     def _constrain_result(self, op: Op, position: int, array: Any, lead: Sequence[int], layout: Layout) -> Any:
         """A result in its planned layout, reduced in the order that the plan's cost assumes."""
-        if op.regions:
+        if op.regions or op.name in RAGGED_PRODUCTS:  # reduced per device, if at all
             return self.context.constrain(array, layout)
         unreduced = self.context.unreduced(op, position, lead)
         return self._reduce_and_constrain(op, self.context.reduce_partials(array, lead, layout), unreduced, layout)
@@ -383,6 +383,48 @@ def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Seque
     return _shard_mapped(context, run, partitioned.specs(rule.operands, axes), partitioned.specs(rule.results, axes))
 
 
+def _bind_ragged(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Binds a product over groups of rows per device, on the groups of its rows; partial sums are reduced there."""
+    rule, axes = context.rules[op.signature], _cut_factors(context, op)
+    if not axes:
+        return partial(jax_compat.bind, op.equation)
+    dimension = ragged.ragged_dimension(op.params)
+    rows = tuple(name for name, factor in axes.items() if factor == rule.operands[0][dimension])
+    summed = tuple(name for name, factor in axes.items() if factor in rule.reduced)
+    (result,) = rule.results
+    layout = [result.index(axes[name]) if axes.get(name) in result else REPLICATED for name in context.names]
+    scattered = _scattered(context, op, layout, summed)
+    if scattered != REPLICATED:
+        layout[context.names.index(summed[0])] = scattered
+
+    def run(left: Any, right: Any, sizes: Any) -> list[Any]:
+        if rows:
+            sizes = ragged.block_sizes(sizes, jax.lax.axis_index(rows), left.shape[dimension])
+        (product,) = jax_compat.bind(op.equation, (left, right, sizes))
+        if scattered != REPLICATED:
+            return [jax.lax.psum_scatter(product, summed, scatter_dimension=scattered, tiled=True)]
+        return [jax.lax.psum(product, summed) if summed else product]
+
+    out_specs = (spec(tuple(layout), len(result), context.names),)
+    return _shard_mapped(context, run, partitioned.specs(rule.operands, axes), out_specs)
+
+
+def _scattered(context: Context, op: Op, layout: Sequence[int], summed: Sequence[str]) -> int:
+    """The dimension of a result onto which its partial sums over one mesh axis are scattered; REPLICATED: none.
+
+    `layout`: of the result before.
+    """
+    planned = context.stage.values.get(op.outputs[0])
+    if planned is None or len(summed) != 1:
+        return REPLICATED
+    axis = context.names.index(summed[0])
+    onto = planned[axis]
+    same = [a for a, dim in enumerate(layout) if dim == onto]
+    parts = math.prod(context.mesh.shape[context.names[a]] for a in (*same, axis))
+    even = onto >= 0 and not context.graph.types[op.outputs[0]].shape[onto] % parts
+    return onto if even and all(a < axis for a in same) else REPLICATED
+
+
 def _bind_manual(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Binds a `shard_map` of the user's on the devices of the plan."""
     return partial(jax_compat.bind_on_mesh, op.equation, context.mesh)
@@ -424,6 +466,7 @@ def _move_first_behind(count: int, rank: int) -> tuple[int, ...]:
 _LOCAL: Mapping[str, Callable[[Context, Op], Callable[[Sequence[Any]], Sequence[Any]]]] = {
     "custom_partitioning": _bind_partitioned,
     **dict.fromkeys(ATTENTION, _bind_attention),
+    **dict.fromkeys(RAGGED_PRODUCTS, _bind_ragged),
     MANUAL: _bind_manual,
 }
 

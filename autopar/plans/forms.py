@@ -39,7 +39,7 @@ from autopar import jax_compat
 from autopar.cost_models.flops import work
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
-from autopar.ir.op_sets import ATTENTION, PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, ATTENTION
 from autopar.passes.microbatch.analysis import infer_batch
 from autopar.passes.microbatch.batch_dimensions import propagated
 from autopar.passes.microbatch.states import Split, State
@@ -177,7 +177,8 @@ def _products(
     totals: dict[str, dict[str, float]] = {axis: {} for axis, size in stage.submesh.items() if size > 1}
     flops, read = 0.0, set[tuple[int, str]]()
     for op in ops:
-        if op.name in (*PRODUCTS, *ATTENTION) and op.phase == "forward" and not jax_compat.is_rematted(op.name_stack):
+        classified = op.name in (*ALL_PRODUCTS, *ATTENTION) and op.phase == "forward"
+        if classified and not jax_compat.is_rematted(op.name_stack):
             amount = work(graph, op) * graph.runs[op.index]
             flops += amount
             for number, axis in enumerate(stage.submesh):

@@ -1,9 +1,10 @@
 """Sharding rules: which dimensions of an operation may be sharded, and which of them leave partial sums.
 
 Sources, in order: rules that the user registered; a few of autopar's own (`own.OWN_RULES`); rules derived from Pallas
-kernels (`pallas.rule`), stated by `custom_partitioning` (`partitioned.analyse`), and those of cuDNN's attention
-(`cudnn.rule`); Shardy's (`shardy.read_rules`, all operations of a program lowered together). Any other operation gets
-the rule in which every dimension needs replication, so that it runs replicated and correctly.
+kernels (`pallas.rule`), stated by `custom_partitioning` (`partitioned.analyse`), those of cuDNN's attention
+(`cudnn.rule`) and of products over groups of rows (`ragged.rule`); Shardy's (`shardy.read_rules`, all operations of a
+program lowered together). Any other operation gets the rule in which every dimension needs replication, so that it runs
+replicated and correctly.
 """
 
 from __future__ import annotations
@@ -18,8 +19,16 @@ from typing import Any
 from autopar import jax_compat, parallel_map
 from autopar.errors import RuleError
 from autopar.ir.graph import Atom, Graph, Op
-from autopar.ir.op_sets import ATTENTION, CALLBACKS, KERNEL_CALLS, LOGICAL_REDUCTIONS, NUMERIC_REDUCTIONS, PRODUCTS
-from autopar.rules import cudnn, pallas, partitioned
+from autopar.ir.op_sets import (
+    ATTENTION,
+    CALLBACKS,
+    KERNEL_CALLS,
+    LOGICAL_REDUCTIONS,
+    NUMERIC_REDUCTIONS,
+    PRODUCTS,
+    RAGGED_PRODUCTS,
+)
+from autopar.rules import cudnn, pallas, partitioned, ragged
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.rules.registry import registered_rules
@@ -187,6 +196,8 @@ def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str], un
         return partitioned.analyse(op.params).rule
     if op.name in ATTENTION:
         return cudnn.rule(op.name, op.params, operands, results)
+    if op.name in RAGGED_PRODUCTS and len(operands) == 3:
+        return ragged.rule(op.params, operands, results, graph.type_of(op.inputs[2]).dtype)
     opaque = op.name in OPAQUE or op.equation.effects or _is_gathered(graph, op)
     return replicated_rule(operands, results) if opaque else None
 

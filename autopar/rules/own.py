@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.ir.op_sets import ATTENTION
+from autopar.ir.op_sets import ATTENTION, RAGGED_PRODUCTS
 from autopar.rules.notation import Dims
 
 Shapes = Sequence[Dims]
@@ -105,6 +105,6 @@ OWN_RULES: Mapping[str, Callable[[Shapes, Shapes, Params], str]] = {
 #: Operations that are emitted under `jax.shard_map`, on each device's shards. Of their parameters only those of kernels
 #: are shapes (`autopar.rules.pallas`).
 SHARD_MAPPED = (
-    *("pallas_call", "custom_partitioning", *ATTENTION),
+    *("pallas_call", "custom_partitioning", *ATTENTION, *RAGGED_PRODUCTS),
     *("fft", "top_k", "igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"),
 )

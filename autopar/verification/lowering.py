@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Op
+from autopar.ir.op_sets import RAGGED_PRODUCTS
 from autopar.rules.manual import MANUAL
 from autopar.verification.dataflow import Context
 from autopar.verification.lowering_tpu import (
@@ -137,12 +138,12 @@ def lower_collectives(platform: str, context: Context) -> tuple[Collective, ...]
     planned: tuple[Collective, ...] = context.plan.collectives
     as_written, chosen = list[Collective](), list[Collective]()
     for c in planned:
-        (as_written if _is_manual(c, context) else chosen).append(c)
+        (as_written if _is_explicit(c, context) else chosen).append(c)
     converted = reduce(lambda pieces, convert: convert(pieces, context), CONVERSIONS[platform], tuple(chosen))
     return (*converted, *as_written)
 
 
-def _is_manual(c: Collective, context: Context) -> bool:
-    """Whether a collective is in the body of a `shard_map` of the user's, which compilers emit as it is written."""
+def _is_explicit(c: Collective, context: Context) -> bool:
+    """Whether a collective is written in a `shard_map`, of the user's or codegen's: compilers emit it as it is."""
     op = context.reduced_op(c)
-    return op is not None and op.name == MANUAL
+    return op is not None and op.name in (MANUAL, *RAGGED_PRODUCTS)

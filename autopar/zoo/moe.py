@@ -7,6 +7,9 @@ Tokens are cut into groups g of s tokens; each goes to its two best experts e, a
     y              = combine . expert(dispatch . x)         dispatch = combine > 0; the "gsec,gsd->egcd" einsums
     auxiliary loss = E sum_e (share routed to e)(mean gate) -> balance
 
+The "-dropless" variants have no slots: rows are sorted by expert and multiplied in groups of any size
+(Gale et al., "MegaBlocks", 2023; `jax.lax.ragged_dot`)                                                     -> _dropless
+
 The named sizes are those of the Alpa paper (Zheng et al., 2022), section 8, and of its public benchmark suite:
 sequence length 1024, vocabulary 32000, global batch 1024, groups of 2048 tokens, feed-forward factor 8 in routed and
 plain layers. Its parameter formula counts one embedding table: the "-tied" variants agree with it within 1%.
@@ -65,6 +68,7 @@ class Config:
     remat: bool = False
     attention: str = "naive"
     tied: bool = False
+    dropless: bool = False
     adafactor: bool = False
 
 
@@ -84,6 +88,8 @@ SIZES: Mapping[str, Config] = MappingProxyType(
 )
 
 BALANCE_WEIGHT = 0.01
+#: Experts per token.
+CHOICES = 2
 
 BLOCK_TABLE = {
     **gpt.BLOCK_TABLE,
@@ -157,6 +163,9 @@ def _moe(config: Config, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Arr
     h = nn.layer_norm(x, params["ln2_scale"], params["ln2_bias"]).reshape(-1, size, config.width)
     wide = jnp.promote_types(h.dtype, jnp.float32)
     gates = jax.nn.softmax(nn.project(h, params["gate"]).astype(wide), -1)
+    if config.dropless:
+        rows, weights = h.reshape(-1, config.width), gates.reshape(-1, config.experts)
+        return x + _dropless(params, rows, weights).reshape(x.shape), balance(gates)
     combine = route(gates, max(1, 2 * size // config.experts))
     dispatch = (combine > 0).astype(h.dtype)
     inputs = jnp.einsum("gsec,gsd->egcd", dispatch, h)
@@ -164,6 +173,17 @@ def _moe(config: Config, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Arr
     outputs = jnp.einsum("egcf,efd->egcd", hidden, params["expert_out"].astype(h.dtype))
     mixed = jnp.einsum("gsec,egcd->gsd", combine.astype(h.dtype), outputs)
     return x + mixed.reshape(x.shape), balance(gates)
+
+
+def _dropless(params: Tree, x: jax.Array, gates: jax.Array) -> jax.Array:
+    """The experts' outputs of rows x [T,D] by their two best gates of [T,E], normalised."""
+    share, chosen = jax.lax.top_k(gates, CHOICES)
+    share = (share / jnp.sum(share, -1, keepdims=True)).astype(x.dtype)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=gates.shape[-1])
+    hidden = nn.gelu(jax.lax.ragged_dot(x[order // CHOICES], params["expert_in"].astype(x.dtype), sizes))
+    outputs = jax.lax.ragged_dot(hidden, params["expert_out"].astype(x.dtype), sizes)
+    return jnp.zeros_like(x).at[order // CHOICES].add(outputs * share.reshape(-1)[order][:, None])
 
 
 def _pair(

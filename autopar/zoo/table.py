@@ -67,7 +67,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-SUFFIXES = ("tied", "scan", "remat", "master", "adafactor", "sgd")
+SUFFIXES = ("tied", "scan", "remat", "master", "dropless", "adafactor", "sgd")
 
 TOYS: tuple[str, ...] = (
     "mlp-toy",
@@ -79,6 +79,7 @@ TOYS: tuple[str, ...] = (
     "llama3-toy",
     "llama3-toy-scan",
     "moe-toy",
+    "moe-toy-dropless",
     "wresnet-toy",
     "vit-toy",
     "unet-toy",
@@ -114,7 +115,8 @@ def build(
     Args:
         target: family-size, then any of "-tied", "-scan" (scanned over layers), "-remat" (blocks recomputed in the
             backward pass), "-master" (parameters of the computing dtype, with a float32 copy for the optimizer),
-            "-adafactor" and "-sgd" (the optimizers that Alpa trained the MoE and the Wide-ResNet with).
+            "-dropless" (experts of sorted rows instead of experts with slots), "-adafactor" and "-sgd" (the optimizers
+            that Alpa trained the MoE and the Wide-ResNet with).
         layers: number of blocks.
         batch: global batch, in sequences, images or rows.
         seq: tokens per sequence.

@@ -34,25 +34,51 @@ def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[in
     """An operand transposed into this order of dimensions; no copy where that is their order.
 
     It is then reshaped to a matrix, which is an alias, but of a cheap value a second one may be computed
-    (`autopar.cost_models.compiler.written_values`). Readers of other copies of the value share the transposed array
-    where those are in the layout of the first, and have one of their own where they are not: see
-    `Program.transposed_again`.
+    (`autopar.cost_models.compiler.written_values`).
     """
     in_order = list(order) == sorted(order)
     if not order or (in_order and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
         return (value,)
-    key = (p.behind(value), tuple(order))
+    return made_once(p, frame, op, RESHAPE if in_order else "turn", tuple(order), (value,), again=not in_order)
+
+
+def made_once(
+    p: Program,
+    frame: Frame,
+    op: Op,
+    name: str,
+    what: Hashable,
+    inputs: tuple[int, ...],
+    type_: Type | None = None,
+    *,
+    again: bool = True,
+) -> tuple[int, ...]:
+    """What is made of a value for all of its readers.
+
+    Readers of other copies of the value share it where those are in the layout of the first, and have one of their own
+    where they are not: see `Program.transposed_again`.
+
+    Args:
+        p, frame: to which the step is added.
+        op: the operation that reads it.
+        name: of the step.
+        what: what is done to the value.
+        inputs: the value, and what the step reads besides.
+        type_: of the result; None: that of the value.
+        again: whether readers of other copies may have one of their own.
+    """
+    value, key = inputs[0], (p.behind(inputs[0]), what)
     if key not in frame.shared:
-        frame.shared[key] = new_from(p, value)
-        frame.steps.append(Step(op, RESHAPE if in_order else "turn", LIGHT, (value,), (frame.shared[key],)))
+        frame.shared[key] = new_from(p, value, type_)
+        frame.steps.append(Step(op, name, LIGHT, inputs, (frame.shared[key],)))
     first = frame.shared[key]
     earlier, own = p.pieces.get(first), p.tokens[value][1] if value in p.tokens else None
-    if in_order or own in (None, earlier):
+    if not again or own in (None, earlier):
         return (first,)
     if (key, own) not in frame.shared:
-        again = frame.shared[key, own] = new_from(p, value)
-        p.transposed_again[again] = earlier
-        frame.steps.append(Step(op, "turn", LIGHT, (value,), (again,)))
+        second = frame.shared[key, own] = new_from(p, value, type_)
+        p.transposed_again[second] = earlier
+        frame.steps.append(Step(op, name, LIGHT, inputs, (second,)))
     return first, frame.shared[key, own]
 
 

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from autopar import jax_compat
 from autopar.cost_models.compiler.compiled_program import RENAMINGS, Frame, Program, Step, values
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, PRODUCT, REDUCTION
-from autopar.cost_models.compiler.operands import add_normalized, broadcast, new_from, prepared
+from autopar.cost_models.compiler.operands import add_normalized, broadcast, made_once, new_from, prepared
 from autopar.ir.graph import Atom, Graph, Op, Type
-from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, REDUCTIONS
+from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, RAGGED_PRODUCTS, REDUCTIONS
+from autopar.rules.ragged import contracts_rows
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
 """Adds the steps of an operation to a frame; the values are those that its steps wait for."""
@@ -254,18 +255,33 @@ def _is_ragged(p: Program, op: Op) -> bool:
 def _mask_groups(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     """A product of ragged groups reads its first operand once per group, zero outside of the group.
 
-    Where the ragged dimension is contracted, it reads the second operand so as well.
+    Where the ragged dimension is contracted, it reads the second operand so as well. Where it is not, groups are
+    contracted along with the rest: they come behind the rows, in a transposed copy. Equal masks and equal masked
+    operands, as of a product and its gradients, are made once.
     """
-    numbers = op.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    groups, operands = p.graph.type_of(op.inputs[2]).shape[-1], p.operands(op)
-    masked = [*operands[:2]]
-    for k in (0, 1) if numbers.lhs_ragged_dimensions[0] in contracted else (0,):
-        for value in values(operands[k : k + 1]):
-            type_ = p.type_of(p.behind(value))
-            masked[k] = new_from(p, value, Type(type_.shape, type_.dtype, type_.itemsize * groups))
-            frame.steps.append(Step(op, "mask", LIGHT, values((value, *operands[2:])), values(masked[k : k + 1])))
-    add_normalized(p, frame, Step(op, op.name, PRODUCT, values(masked), op.outputs, after))
+    operands, contracted = p.operands(op), contracts_rows(op.params)
+    sizes = values(operands[2:])
+    groups, behind = p.graph.type_of(op.inputs[2]).shape[-1], tuple(map(p.behind, sizes))
+    read: list[Atom] = [a for k, a in enumerate(operands[:2]) if k and not contracted]
+    for value in values(operands[: 1 + contracted]):
+        kept, type_ = ("mask", behind), p.type_of(p.behind(value))
+        bits = ("bits", behind, type_.shape)
+        if bits not in frame.shared:
+            frame.shared[bits] = new_from(p, value, Type(type_.shape, "bool", groups))
+            frame.steps.append(Step(op, "bits", LIGHT, sizes, (frame.shared[bits],)))
+        many = Type(type_.shape, type_.dtype, type_.itemsize * groups)
+        for masked in made_once(p, frame, op, "mask", kept, (value, frame.shared[bits]), many):
+            transposed = (masked,)
+            if not contracted or _is_multiplied(p, p.behind(value)):  # there as soon as the masked copy is
+                transposed = made_once(p, frame, op, "turn", "groups", (masked,), many)
+            read.extend((masked,) if contracted else transposed)
+    add_normalized(p, frame, Step(op, op.name, PRODUCT, values(read), op.outputs, after))
+
+
+def _is_multiplied(p: Program, value: int) -> bool:
+    """Whether the rows of a value are multiplied with the matrices of their groups."""
+    readers = (use.op for use in p.graph.uses.get(value, ()))
+    return any(op is not None and op.name in RAGGED_PRODUCTS and not contracts_rows(op.params) for op in readers)
 
 
 # Gathers

@@ -55,7 +55,7 @@ from autopar.cost_models.flops import work
 from autopar.cost_models.kernels import KERNELS
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Atom, Graph, Op, is_zero
-from autopar.ir.op_sets import ADDITIONS, KERNEL_CALLS, PRODUCTS
+from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS, KERNEL_CALLS
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
@@ -547,7 +547,7 @@ def _is_heavy(op: Op) -> bool:
 
 #: Operations without products or regions that are not cheap, or whose cost is not known.
 _OPAQUE = (*KERNEL_CALLS, *KERNELS, "pure_callback", "shard_map", "fft", "sort")
-_HEAVY = frozenset((*PRODUCTS, *_OPAQUE))
+_HEAVY = frozenset((*ALL_PRODUCTS, *_OPAQUE))
 
 
 # The result

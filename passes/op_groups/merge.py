@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
-from autopar.cost_models.flops import computing_dtype, flops
+from autopar.cost_models.flops import computing_dtype, executed_flops
 from autopar.cost_models.kernels import KERNELS
 from autopar.cost_models.reductions import combines
 from autopar.cost_models.sharding.groups import FREE, WHOLE, Binding, Charge, Grouping, OpGroup, projection
@@ -41,7 +41,7 @@ from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.layout import Layout, divides
-from autopar.ir.op_sets import ALL_PRODUCTS, PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, RAGGED_PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import Builder, Followed, Kind, alias, use
@@ -50,7 +50,7 @@ from autopar.passes.op_groups.manual import manual_call
 from autopar.passes.op_groups.pinned import check_bound, has_layout, restrict
 from autopar.passes.op_groups.regions import REGIONS
 from autopar.passes.op_groups.strategies import MOST_PADDING, Work, strategies_of, sum_strategies
-from autopar.rules import SHARD_MAPPED, Rule
+from autopar.rules import SHARD_MAPPED, Rule, ragged
 from autopar.rules.manual import MANUAL
 
 #: Operations that always have strategies of their own.
@@ -60,7 +60,7 @@ NEVER_FREE = (*ANCHORS, *KERNELS, MANUAL, "gather", "scatter", "scatter-add", "s
 #: Operations on (operand, indices, updates) for which XLA supports uneven pieces along the windows only.
 WINDOWED = ("scatter-add", "scatter")
 #: Operations whose reduction is a sum, so that partial results may be reduce-scattered.
-SUMS = (*PRODUCTS, "reduce_sum", "scatter-add", "cumsum")
+SUMS = (*ALL_PRODUCTS, "reduce_sum", "scatter-add", "cumsum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,12 +345,16 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     dtype = computing_dtype(op, operands) if operands else results[0].dtype
     defers = op.index in b.deferral.products
     even = rule.free if op.name in SHARD_MAPPED else _even(rule) if op.name in WINDOWED else ()
-    linear_sum, product = op.name in SUMS, op.name in PRODUCTS
+    linear_sum, product = op.name in SUMS, op.name in ALL_PRODUCTS
     behind, dot = b.overlap.sums(op), op.name == "dot_general"
-    total, backend = flops(op, operands, results), backend_of(b.mesh.device).name
-    combined = all(combines(backend, op.name, r.dtype) for r in results)
+    backend = backend_of(b.mesh.device)
+    total = executed_flops(op, operands, results, masks_groups=backend.masks_groups)
+    combined = all(combines(backend.name, op.name, r.dtype) for r in results)
+    in_groups = ragged.in_groups(op.params, rule) if op.name in RAGGED_PRODUCTS and not backend.masks_groups else ()
     unread = tuple(i for i, v in enumerate(op.outputs) if not b.graph.uses_of(v)) if op.name in SHARD_MAPPED else ()
-    work = Work(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot, unread)
+    work = Work(
+        *(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot, unread, in_groups)
+    )
     if op.index in b.deferral.sums:
         return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
     return strategies_of(rule, work, b.mesh, index)

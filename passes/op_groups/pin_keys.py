@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from autopar.errors import PinError
 from autopar.ir.graph import Graph, Op
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.ir.train_state import optimizer_leaves, parameter_leaves
 from autopar.passes.microbatch.analysis import infer_batch
 
@@ -131,7 +131,7 @@ def products_at(graph: Graph, wanted: str) -> list[int]:
     """Results of the matrix products and convolutions of the forward pass at a source line, "model.py:30 [*,16]"."""
     line, _, shape = wanted.strip().partition(" ")
     extents = [extent.strip() for extent in shape.strip().removeprefix("[").removesuffix("]").split(",")]
-    values = (op.outputs[0] for op in _at(graph, line) if op.name in PRODUCTS)
+    values = (op.outputs[0] for op in _at(graph, line) if op.name in ALL_PRODUCTS)
     return [v for v in values if not shape or _has_shape(graph.types[v].shape, extents)]
 
 

@@ -66,6 +66,7 @@ class Work:
         dot: it is a dot, whose partial sums may be reduced in stages
             (`autopar.passes.op_groups.reduction_lowering`).
         unread: results that nothing reads, whose partial sums are not reduced.
+        in_groups: factors of the rows and of their groups, for each of which a product of its own runs; () for others.
     """
 
     flops: float
@@ -80,6 +81,7 @@ class Work:
     behind: bool = False
     dot: bool = False
     unread: tuple[int, ...] = ()
+    in_groups: tuple[int, ...] = ()
 
 
 def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
@@ -249,24 +251,29 @@ def _cost(
     for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
         if type_.rank:
             local += type_.nbytes * share(each, dims)
-    efficiency = _product_efficiency(rule, each, mesh) if work.product else 1.0
+    efficiency = _product_efficiency(rule, each, work.in_groups, mesh) if work.product else 1.0
     cost = op_time(work.flops * each.prod(1), local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
     return cost + _sum_cost(rule, work, assigned, result, after, mesh) + _sent_cost(rule, work, assigned, mesh)
 
 
-def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh) -> NDArray[np.float64]:
+def _product_efficiency(
+    rule: Rule, each: NDArray[np.float64], in_groups: tuple[int, ...], mesh: LogicalMesh
+) -> NDArray[np.float64]:
     """Efficiency of a device's piece of a product, shape (n,).
 
     Its rows are the factors of the left operand, batch factors included; its columns are those of the right operand.
+    Rows in groups (`Work.in_groups`) are taken to be evenly divided among them.
     """
     (left, right), (result,) = (map(set, rule.operands[:2]), map(set, rule.results))
-    everything = range(len(rule.sizes))
+    grouped, groups = in_groups or (-1, -1)
+    everything = [f for f in range(len(rule.sizes)) if f != groups]
     rows = [f for f in everything if f in result - right]
     columns = [f for f in everything if f in result & right - left]
     contracted = [f for f in everything if f not in result]
 
     def local(factors: list[int]) -> NDArray[np.float64]:
-        return math.prod(rule.sizes[f] for f in factors) * share(each, factors)
+        parts = rule.sizes[groups] if grouped in factors else 1
+        return math.prod(rule.sizes[f] for f in factors) * share(each, factors) / parts
 
     return product_efficiency(local(rows), local(columns), local(contracted), mesh.device)
 

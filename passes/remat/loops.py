@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Op, Region, renamed
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.passes.remat.builder import Builder, clone, live_ops, ops_for, with_operands
 from autopar.passes.remat.residuals import is_user_remat, values_of
 
@@ -91,7 +91,7 @@ def _is_droppable(
     producer = next((op for op in forward.body.ops if atom in op.outputs), None)
     if producer is None or atom in _effect_dependent(forward.body.ops):
         return False
-    if keeps_products and producer.name in PRODUCTS:
+    if keeps_products and producer.name in ALL_PRODUCTS:
         return False
     operand_positions = [k for k, a in enumerate(backward.op.inputs) if a == stacked]
     if list(builder.program.readers[stacked]) != [position] or min(operand_positions) < backward.first:
@@ -118,7 +118,7 @@ def _loops_with_recompute(
     # reversed, so that of several results that keep one value the first is read
     stacked_in = {forward.body_results[j]: forward.stacked[j] for j in reversed(kept)}
     operands = _RecomputeOperands(builder, forward, backward, stacked_in)
-    saved = {v for op in forward.body.ops if keeps_products and op.name in PRODUCTS for v in op.outputs}
+    saved = {v for op in forward.body.ops if keeps_products and op.name in ALL_PRODUCTS for v in op.outputs}
     available = saved | {v for v in operands.stacked_in if isinstance(v, int)}
     recomputed = ops_for(forward.body.ops, values_of(forward.body_results[j] for j in dropped), available)
     own = {v for op in recomputed for v in op.outputs}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
 
@@ -131,7 +131,7 @@ def _is_kept(program: LayeredProgram, op: Op, value: int, layer_values: Set[int]
 
     It does if it depends on no argument, if operations outside the layer's own passes read it, or by the policy.
     """
-    if value in program.constant or op.equation.effects or (keeps_products and op.name in PRODUCTS):
+    if value in program.constant or op.equation.effects or (keeps_products and op.name in ALL_PRODUCTS):
         return True
     for q in program.readers.get(value, ()):
         phase = program.phase(q)

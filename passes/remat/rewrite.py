@@ -32,7 +32,7 @@ from networkx.utils import UnionFind
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.ir.graph import Graph, Op
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
 from autopar.passes.remat.builder import Builder, clone, ops_for
@@ -115,7 +115,7 @@ def _change(program: LayeredProgram, layer: int, keeps_products: bool) -> Remate
     residuals, ops = program.residuals(layer, keeps_products), program.layers.ops(layer)
     recomputed_ops = ops_for(ops, residuals.read, residuals.kept)
     operands = {v for op in recomputed_ops for v in values_of(op.inputs)}
-    products = {v for op in ops if op.name in PRODUCTS for v in op.outputs}
+    products = {v for op in ops if op.name in ALL_PRODUCTS for v in op.outputs}
     indices = frozenset(inner.index for op in recomputed_ops for inner in op.walk())
     return Rematerialised(indices, residuals.dropped, residuals.kept & products & operands)
 
@@ -149,7 +149,7 @@ def _depends_on_late_product(builder: Builder, last: int, first: int) -> bool:
     """Whether the operation at `first` depends on a product of the operations from `last` on."""
     late_values: set[int] = set()
     for op in builder.original.ops[last:first]:
-        if op.name in PRODUCTS or not late_values.isdisjoint(values_of(op.inputs)):
+        if op.name in ALL_PRODUCTS or not late_values.isdisjoint(values_of(op.inputs)):
             late_values.update(op.outputs)
     return not late_values.isdisjoint(values_of(builder.original.ops[first].inputs))
 

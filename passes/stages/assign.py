@@ -34,7 +34,7 @@ from autopar import jax_compat
 from autopar.cost_models.kernels import KERNELS
 from autopar.errors import GraphError
 from autopar.ir.graph import Op
-from autopar.ir.op_sets import ADDITIONS, PRODUCTS
+from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS
 from autopar.passes.layers.find import BARRIER, Layers, gradients
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
@@ -49,7 +49,7 @@ Roots = Mapping[int, frozenset[int]]
 
 #: Operations that are not duplicated in the passes that read their results, however small their operands.
 NOT_DUPLICATED = (
-    *(*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", *KERNELS),
+    *(*ALL_PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", *KERNELS),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Graph
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.ir.train_state import match_state, optimizer_leaves, parameter_leaves
 from autopar.passes.microbatch.analysis import infer_batch
 from autopar.passes.microbatch.batch_dimensions import batch_dimensions
@@ -63,7 +63,7 @@ class Step:
     @cached_property
     def products(self) -> tuple[int, ...]:
         """Results of the matrix products and convolutions of the forward pass that have a source line."""
-        ops = (op for op in self.graph.walk() if op.name in PRODUCTS and op.phase == "forward" and op.source)
+        ops = (op for op in self.graph.walk() if op.name in ALL_PRODUCTS and op.phase == "forward" and op.source)
         return tuple(op.outputs[0] for op in ops)
 
     @cached_property

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from autopar.errors import PinError
 from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Atom, Op
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.ir.train_state import owned_parameter
 from autopar.passes.strategies.cuts import Cut, Cuts, Step
 from autopar.rules import Rule
@@ -93,7 +93,7 @@ class _Walk:
             self._reshape(op)
             return
         factor = next(self._cut_factors(op, rule), None)
-        factor = self._column(op, rule) if factor is None and op.name in PRODUCTS else factor
+        factor = self._column(op, rule) if factor is None and op.name in ALL_PRODUCTS else factor
         if factor is None:
             return
         for weight, dims in self._operand_weights(op, rule):
@@ -102,7 +102,7 @@ class _Walk:
         for v, dims in zip(op.outputs, rule.results, strict=True):
             if factor in dims:
                 self.cut[v] = dims.index(factor)
-            elif op.name in PRODUCTS:
+            elif op.name in ALL_PRODUCTS:
                 self.sums.add(v)
 
     def _cut_factors(self, op: Op, rule: Rule) -> Iterator[int]:

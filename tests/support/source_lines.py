@@ -18,4 +18,4 @@ def line(module: ModuleType, text: str) -> str:
 
 
 #: Of the products with the weights of experts.
-EXPERT_PRODUCTS = tuple(line(moe, f'params["{name}"].astype') for name in ("expert_in", "expert_out"))
+EXPERT_PRODUCTS = tuple(line(moe, f'params["{name}"].astype(h.dtype)') for name in ("expert_in", "expert_out"))

@@ -1,11 +1,14 @@
-"""What a plan notes of a program, on one mesh or of a stage: operations that run replicated, and uneven loads."""
+"""What a plan notes of a program, on one mesh or of a stage: operations that run replicated, or more than once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.sharding.groups import Grouping
+from autopar.hardware.description import Device
 from autopar.ir.graph import Graph
+from autopar.ir.op_sets import RAGGED_PRODUCTS
 from autopar.plans.imbalance import Imbalance
 from autopar.rules import manual
 from autopar.rules.inherent import reason
@@ -14,6 +17,18 @@ from autopar.rules.inherent import reason
 def replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
     """A note per kind of operation that runs replicated, with the reason."""
     return [*_without_a_cut(graph, grouping), *dict.fromkeys(_partly_manual(graph))]
+
+
+def masked_products(graph: Graph, device: Device) -> list[str]:
+    """A note on products over groups of rows that a backend computes as one product of all rows for each group."""
+    products = [op for op in graph.walk() if op.name in RAGGED_PRODUCTS]
+    if not products or not backend_of(device).masks_groups:
+        return []
+    groups, line = max(graph.type_of(op.inputs[2]).shape[-1] for op in products), products[0].source
+    return [
+        f"products over groups of rows ({len(products)}{f', first at {line}' if line else ''}): XLA on {device.name} "
+        f"multiplies all rows with the matrix of every group, up to {groups} times the FLOPs of the groups"
+    ]
 
 
 def uneven_loads(account: Imbalance) -> list[str]:

@@ -32,7 +32,7 @@ from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
 from autopar.plans.builders.common import build
-from autopar.plans.builders.notes import replicated_operations, uneven_loads
+from autopar.plans.builders.notes import masked_products, replicated_operations, uneven_loads
 from autopar.plans.forms import mesh_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
@@ -139,6 +139,7 @@ def export(mesh_solution: MeshSolution) -> Plan:
             *mesh_solution.notes,
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
             *replicated_operations(graph, model.grouping),
+            *masked_products(graph, mesh.device),
             *_undivided(graph, inputs, mesh),
             *uneven_loads(account),
             *solution.warnings,

@@ -41,7 +41,7 @@ from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlan
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans import imbalance
 from autopar.plans.builders.common import build
-from autopar.plans.builders.notes import replicated_operations, uneven_loads
+from autopar.plans.builders.notes import masked_products, replicated_operations, uneven_loads
 from autopar.plans.forms import pipeline_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
@@ -269,7 +269,8 @@ def _of_stages(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Iter
         if isinstance(solved, StagePlan):
             graph = solved.graph.graph
             account = imbalance.measure(graph, solved.rules, stage)
-            notes.append([*replicated_operations(graph, solved.model.grouping), *uneven_loads(account)])
+            masked = masked_products(graph, solved.mesh.device)
+            notes.append([*replicated_operations(graph, solved.model.grouping), *masked, *uneven_loads(account)])
         else:
             notes.append(notes[solved.leader])
     for note in dict.fromkeys(itertools.chain(*notes)):

@@ -105,12 +105,29 @@ def test_a_product_of_ragged_groups_reads_a_masked_copy_for_each(contracted: boo
         return jax.lax.ragged_dot(x, w, sizes)
 
     def gradient(x: Any, w: Any, sizes: Any) -> Any:
-        return jax.vjp(lambda w: forward(x, w, sizes), w)[1](x)[0]
+        return jax.vjp(lambda w: forward(x, w, sizes), w)[1](2 * x)[0]
 
     args = array("float32", 256, 64), array("float32", 4, 64, 64), array("int32", 4)
     program = flatten(trace(gradient if contracted else forward, *args).graph, CPU, {})
-    steps = [s for frame in program.top.walk() for s in frame.steps if s.name == "mask"]
-    assert sum(program.type_of(s.outputs[0]).nbytes for s in steps) == copies * 256 * 64 * 4
+    assert sum(nbytes for name, nbytes in steps_of(program) if name == "mask") == copies * 256 * 64 * 4
+
+
+def test_a_product_of_ragged_groups_and_its_gradients_share_masked_copies() -> None:
+    """The cotangent is masked for both gradients, and transposed for that of the rows."""
+
+    def fn(x: Any, w: Any, sizes: Any, cotangent: Any) -> Any:
+        result, back = jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w)
+        return result, back(cotangent)
+
+    args = array("float32", 256, 64), array("float32", 4, 64, 32), array("int32", 4), array("float32", 256, 32)
+    steps = Counter(name for name, _ in steps_of(flatten(trace(fn, *args).graph, CPU, {})))
+    assert (steps["mask"], steps["turn"], steps["ragged_dot_general"]) == (2, 2, 3)
+
+
+def steps_of(program: Program) -> list[tuple[str, int]]:
+    """Name of every step, and bytes of its first result."""
+    steps = (s for frame in program.top.walk() for s in frame.steps)
+    return [(s.name, program.type_of(s.outputs[0]).nbytes) for s in steps]
 
 
 def test_a_scatter_into_zeros_that_is_added_needs_no_zeros() -> None:

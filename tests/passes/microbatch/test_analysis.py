@@ -28,7 +28,7 @@ from tests.support.effort import sample
 COUPLED = ("wresnet-toy", "resnet-toy", "clip-toy")
 COUNT = 4
 #: One layer shows what several do; these have no such option, or alternate between two kinds.
-AS_LONG = ("moe-toy", "unet-toy", "wresnet-toy", "resnet-toy")
+AS_LONG = ("moe-toy", "moe-toy-dropless", "unet-toy", "wresnet-toy", "resnet-toy")
 
 jit = partial(jax.jit, compiler_options=dict(jax_compat.quick_compilation()))
 

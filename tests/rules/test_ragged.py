@@ -1,0 +1,117 @@
+"""Products over groups of rows: their rule as text, the groups of a block of rows, and any plan against one device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.lax import RaggedDotDimensionNumbers
+
+from autopar.api import parallelize
+from autopar.ir.trace import trace
+from autopar.passes.mesh_search import planner as planning
+from autopar.rules import ragged, rules_of
+from tests.codegen.test_emit import chosen_at_random
+from tests.programs.steps import array
+from tests.programs.test_real_programs import assert_equal
+from tests.support.effort import sample
+
+ROWS, WIDTH, OUT, GROUPS = 32, 16, 8, 4
+SIZES = jnp.array([5, 0, 17, 8], jnp.int32)  # two rows are in no group
+
+
+def product(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(rows, matrices, sizes)
+
+
+def gradients(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> Any:
+    return jax.grad(lambda r, m: jnp.sum(jnp.sin(product(r, m, sizes))), (0, 1))(rows, matrices)
+
+
+def general(contracted: Any, batch: Any, rows: int, groups: tuple[int, ...]) -> Callable[..., jax.Array]:
+    numbers = RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, batch), lhs_ragged_dimensions=[rows], rhs_group_dimensions=list(groups)
+    )
+    return partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+
+
+MESHES = (8,), (2, 4), (2, 2, 2)
+MATRICES = array(GROUPS, WIDTH, OUT)
+
+#: title -> function, arguments, the rules of its products
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = {
+    "product": (product, (array(ROWS, WIDTH), MATRICES, SIZES), ("a b, c b d, c -> a d | reduce b | keep c",)),
+    "gradients": (
+        gradients,
+        (array(ROWS, WIDTH), MATRICES, SIZES),
+        (
+            "a b, c b d, c -> a d | reduce b | keep c",
+            "a b, a c, d -> d b c | reduce a | keep d",
+            "a b, c d b, c -> a d | reduce b | keep c",
+        ),
+    ),
+    "in a batch": (
+        jax.vmap(product),
+        (array(2, ROWS, WIDTH), array(2, GROUPS, WIDTH, OUT), jnp.stack([SIZES, SIZES[::-1]])),
+        ("a b c, a d c e, a d -> a b e | reduce c | keep d",),
+    ),
+    "groups that a batch shares": (
+        general(([2], [2]), ([0], [0]), 1, (1,)),
+        (array(2, ROWS, WIDTH), array(2, GROUPS, WIDTH, OUT), SIZES),
+        ("a b c, a d c e, d -> a b e | reduce c | keep d",),
+    ),
+    "sizes by the rows in front": (
+        general(([2], [1]), ([], []), 1, (0,)),
+        (array(8, 4, WIDTH), MATRICES, jnp.tile(jnp.array([[1, 0, 2, 1], [0, 3, 0, 0]], jnp.int32), (4, 1))),
+        ("a b c, d c e, a d -> a b e | reduce c | keep d",),
+    ),
+    "rows of a batch": (
+        general(([2], [1]), ([0], [0]), 0, ()),
+        (array(ROWS, 4, WIDTH), array(ROWS, WIDTH, OUT), SIZES),
+        ("a b c, a c d, e -> a b d | reduce c | keep e",),
+    ),
+}
+
+
+@pytest.mark.parametrize("title", CASES)
+def test_every_dimension_but_the_groups_may_be_sharded(title: str) -> None:
+    fn, args, expected = CASES[title]
+    graph = trace(fn, *args).graph
+    rules = rules_of(graph)
+    assert tuple(str(rules[op.signature]) for op in graph.walk() if op.name == "ragged_dot_general") == expected
+
+
+def test_rows_that_the_sizes_cannot_count_are_not_sharded() -> None:
+    graph = trace(product, array(256, WIDTH), MATRICES, SIZES.astype(jnp.uint8)).graph
+    (op,) = graph.ops
+    assert str(rules_of(graph)[op.signature]) == "a b, c b d, c -> a d | reduce b | keep a c"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.sampled_from(["int32", "uint8", "int8"]))
+def test_the_groups_of_a_block(sizes: list[int], dtype: str) -> None:
+    group_of_row = np.repeat(np.arange(len(sizes)), sizes)[:48]
+    for block in range(4):
+        rows = group_of_row[12 * block : 12 * (block + 1)]
+        got = ragged.block_sizes(jnp.array(sizes, dtype), jnp.int32(block), 12)
+        np.testing.assert_array_equal(got, np.bincount(rows, minlength=len(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seed"), sample(itertools.product(MESHES, range(8)), [*zip(MESHES, range(3), strict=True)])
+)
+@pytest.mark.parametrize("title", CASES)
+def test_any_plan_gives_the_same_numbers(
+    title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, args, _ = CASES[title]
+    monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
+    assert_equal(parallelize(fn, mesh=mesh, donate_argnums=())(*args), jax.jit(fn)(*args))
