@@ -22,7 +22,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost_models.flops import flops
+from autopar.cost_models.compiler.backends import Backend
+from autopar.cost_models.flops import executed_flops
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import REPLICATED, Layout
 from autopar.ir.op_sets import BROADCASTS, CASTS, JOINS, REORDERINGS, RESHAPES, SLICES
@@ -135,8 +136,8 @@ class _ExcessGroup:
         return Excess(kind, why, self.work / total, part, names, tuple(sorted(self.extents)), self.largest[1])
 
 
-def measure(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Imbalance:
-    """The imbalance of a program under the layouts of a stage."""
+def measure(graph: Graph, rules: Mapping[int, Rule], stage: Stage, backend: Backend) -> Imbalance:
+    """The imbalance of a program under the layouts of a stage, in FLOPs as a backend executes them."""
     names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
     excess_by_key: dict[tuple[int, _Layouts, _Layouts], tuple[float, tuple[_Share, ...]]] = {}
     groups: dict[tuple[str, str], _ExcessGroup] = {}
@@ -149,7 +150,8 @@ def measure(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Imbalance:
             running = _running(rule, read, written, len(sizes))
             # each device runs its own part of a `shard_map`
             pieces = () if op.name == MANUAL else tuple(_excesses(rule, running, names, sizes))
-            once = flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
+            operands, results = [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs]
+            once = executed_flops(op, operands, results, masks_groups=backend.masks_groups)
             excess_by_key[key] = once, pieces
         once, pieces = excess_by_key[key]
         work = weight * once

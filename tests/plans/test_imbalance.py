@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar import zoo
 from autopar.bench.equal.case import dear
+from autopar.cost_models.compiler.backends import CPU
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
 from autopar.plans import imbalance
@@ -39,7 +40,7 @@ RULES = rules_of(PRODUCT)
 
 def of_product(sizes, left, right, result):
     (a, b), (c,) = PRODUCT.inputs, PRODUCT.outputs
-    return imbalance.measure(PRODUCT, RULES, stage(sizes, {a: left, b: right, c: result}))
+    return imbalance.measure(PRODUCT, RULES, stage(sizes, {a: left, b: right, c: result}), CPU)
 
 
 @given(st.data())
@@ -97,7 +98,7 @@ def test_uses_take_the_place_of_values():
     (a, b), (c,) = PRODUCT.inputs, PRODUCT.outputs
     whole = {a: (-1,), b: (-1,), c: (-1,)}
     (op,) = (o for o in PRODUCT.walk() if o.name == "dot_general")
-    measured = imbalance.measure(PRODUCT, RULES, stage((4,), whole, {f"{op.tag}.in0": (0,)}))
+    measured = imbalance.measure(PRODUCT, RULES, stage((4,), whole, {f"{op.tag}.in0": (0,)}), CPU)
     assert measured.ratio == pytest.approx(1.0)
 
 
@@ -109,7 +110,7 @@ def test_loops_count_as_often_as_they_run_and_moves_not_at_all():
     graph = traced(fn, (4, 6))
     cos = next(o for o in graph.walk() if o.name == "cos")
     whole = {v: (-1,) for op in graph.walk() for v in op.outputs}
-    measured = imbalance.measure(graph, rules_of(graph), stage((2,), whole, {f"{cos.tag}.in0": (0,)}))
+    measured = imbalance.measure(graph, rules_of(graph), stage((2,), whole, {f"{cos.tag}.in0": (0,)}), CPU)
     (excess,) = measured.excesses
     assert (excess.ops, excess.part) == (("sin",), pytest.approx(0.9))
 
@@ -128,7 +129,7 @@ def test_powers_of_two_on_six_devices_are_padded_not_repeated(target):
     model = zoo.build(target)
     mesh = dear((6,)).logical_mesh((6,))
     planned = make_plan(trace(model.step, *model.abstract_args()), mesh, "dear", Options())
-    measured = imbalance.measure(planned.graph, planned.rules, planned.plan.stages[0])
+    measured = imbalance.measure(planned.graph, planned.rules, planned.plan.stages[0], CPU)
     assert measured.ratio <= 1.25
     assert measured.excesses[0].kind == "padded"
     assert planned.plan.notes[-1].startswith("more than an even share per device: ")

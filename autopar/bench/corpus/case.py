@@ -42,6 +42,7 @@ from autopar.bench.corpus.run import DEVICES, FAILED, OK, REFUSED
 from autopar.bench.equal import case as equal_case
 from autopar.bench.worker import cpu_devices, serve
 from autopar.codegen.rewrites import apply_rewrites
+from autopar.cost_models.compiler.backends import CPU
 from autopar.errors import AutoparError
 from autopar.ir.arguments import as_arrays, merge_static
 from autopar.ir.trace import trace
@@ -294,7 +295,7 @@ def replicated(subject: Subject) -> Outcome:
     plan = subject.whole.plan
     with as_arrays(subject.built[1], {}, _static(subject)) as array_args:
         traced = apply_rewrites(trace(subject.step, *array_args.args, static_argnums=_static(subject)), plan)
-    account = imbalance.measure(traced.graph, rules_of(traced.graph), plan.stages[0])
+    account = imbalance.measure(traced.graph, rules_of(traced.graph), plan.stages[0], CPU)
     whole = [excess for excess in account.excesses if excess.why.startswith("whole along")]
     part = sum(excess.part for excess in whole)
     uncut = sum(excess.part for excess in whole if excess.kind == "uncuttable")

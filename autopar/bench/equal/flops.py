@@ -20,6 +20,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
 from autopar.codegen.rewrites import apply_rewrites
+from autopar.cost_models.compiler.backends import CPU
 from autopar.ir.trace import trace
 from autopar.plans import imbalance
 from autopar.plans.plan import Plan
@@ -43,7 +44,7 @@ def explain(step: Callable[..., Any], args: Sequence[Any], plan: Plan, ratio: fl
     devices = math.prod(plan.mesh_sizes)
     mesh = jax_compat.auto_mesh(np.array(jax.devices()[:devices]).reshape(plan.mesh_sizes), plan.mesh_names)
     each = _unfused(codegen.program(traced.graph, plan, rules, mesh).jit(), traced.in_avals)
-    account = imbalance.measure(traced.graph, rules, plan.stages[0])
+    account = imbalance.measure(traced.graph, rules, plan.stages[0], CPU)
     return reasons(account, ratio, each * devices / _unfused(jax.jit(step), args))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models import offload
 from autopar.cost_models.compiler import hbm_traffic
+from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.memory.report import over_time
 from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
@@ -109,7 +110,7 @@ def export(mesh_solution: MeshSolution) -> Plan:
         host_memory_bytes=round(host_bytes),
         over_time=over_time(draft.liveness, solution.assignment, MOMENTS),
     )
-    account = imbalance.measure(graph, model.grouping.rules, stage)
+    account = imbalance.measure(graph, model.grouping.rules, stage, backend_of(mesh.device))
     plan = build(
         mesh_solution.written,
         graph,

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.flops import main_dtype, work
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import PlanMismatchError
@@ -268,7 +269,7 @@ def _of_stages(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Iter
     for solved, stage in zip(plans.plans, stages, strict=True):
         if isinstance(solved, StagePlan):
             graph = solved.graph.graph
-            account = imbalance.measure(graph, solved.rules, stage)
+            account = imbalance.measure(graph, solved.rules, stage, backend_of(solved.mesh.device))
             masked = masked_products(graph, solved.mesh.device)
             notes.append([*replicated_operations(graph, solved.model.grouping), *masked, *uneven_loads(account)])
         else:
