@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ COUNTS = (2, 4)
 #: What is said of a loss that depends on no example, such as a regulariser alone.
 FEW_OPERATIONS = "more than the forward pass has operations"
 DEVICES = 8
+TWO_STAGES: Mapping[str, Any] = MappingProxyType({"mesh": (2,), "cluster": dear((2,)), "stages": 2})
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Case:
     @cached_property
     def step(self) -> Step:
         return self.program.compiled()
+
+    @cached_property
+    def scheduled(self) -> Callable[..., Any]:
+        """The step in two stages under the schedule that autopar chooses, compiled once."""
+        return autopar.parallelize(self.step.function, **self.options, **TWO_STAGES)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -173,14 +180,13 @@ def in_stages(schedule: str, count: int) -> Callable[[Case], Callable[..., Any]]
     """The step in two stages; where these are refused, which is noted, under the schedule that autopar chooses."""
 
     def made(case: Case) -> Callable[..., Any]:
-        options: dict[str, Any] = {**case.options, "mesh": (2,), "cluster": dear((2,)), "stages": 2}
         asked: dict[str, Any] = {"schedule": schedule, "num_microbatches": count}
         try:
-            step = autopar.parallelize(case.step.function, **asked, **options)
+            step = autopar.parallelize(case.step.function, **asked, **case.options, **TWO_STAGES)
             step.plan(*case.arguments)
         except (MicrobatchError, ScheduleError) as error:
             case.refusals[f"2 stages, {schedule}"] = reason(error)
-            step = autopar.parallelize(case.step.function, **options)
+            step = case.scheduled
         return step
 
     return made
