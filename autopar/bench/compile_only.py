@@ -44,7 +44,7 @@ from autopar.verification import verify as verification
 from autopar.zoo.model import MIXED
 from autopar.zoo.table import FAMILIES
 
-TARGET, STAGES, CONTEXT, SPLASH = "tpu:v5e:2x4", "stages", "context", "-splash"
+TARGET, STAGES, CONTEXT = "tpu:v5e:2x4", "stages", "context"
 #: Options of plans besides pins.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {STAGES: {"stages": 2, "num_microbatches": 4, "per_microbatch": "*"}}
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
@@ -64,11 +64,12 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 #: Sequences of 16 blocks of 512 positions, two for each of eight devices; fewer heads than devices; bfloat16.
 LONG: Mapping[str, Any] = {"attention": "splash", "heads": 4, "seq": 8192, "batch": 8, "precision": MIXED}
-#: The same of models with splash attention; in plans along positions they have one example.
+#: The same of models with splash attention (in plans along positions they have one example), or with rows in groups.
 KERNEL_SIZES: Mapping[str, Mapping[str, Any]] = {
     "gpt-splash": {**SIZES["gpt"], **LONG},
     "llama3-splash": {**SIZES["llama3"], **LONG, "kv_heads": 2},
     "moe-splash": {**SIZES["moe"], **LONG},
+    "moe-dropless": {**SIZES["moe"], "dropless": True},
 }
 
 #: Platform -> what prices the plans.
@@ -159,7 +160,7 @@ def build(name: str, school: str = "") -> zoo.Model:
     every = _every_size()
     if name not in every:
         raise ArgumentError(f"model {name!r} has no sizes for this benchmark. Available: {', '.join(every)}")
-    family = FAMILIES[name.removesuffix(SPLASH)]
+    family = FAMILIES[name.partition("-")[0]]
     sizes = {**every[name], **({"batch": 1} if school == CONTEXT else {})}
     return family.build(f"{name}-wide", dataclasses.replace(family.sizes["toy"], **sizes))
 
@@ -218,7 +219,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     worker.cpu_devices(max(8, *(math.prod(m) for m in spec["meshes"])))
     for sizes in spec["meshes"]:
         for school in spec["plans"]:
-            if school == CONTEXT and not spec["model"].endswith(SPLASH):
+            if school == CONTEXT and _every_size()[spec["model"]].get("attention") != "splash":
                 continue
             yield row(spec["model"], sizes, school, spec["target"])
 

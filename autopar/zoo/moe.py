@@ -91,10 +91,17 @@ BALANCE_WEIGHT = 0.01
 #: Experts per token.
 CHOICES = 2
 
+#: Each device has experts of its own.
 BLOCK_TABLE = {
     **gpt.BLOCK_TABLE,
     "expert_in": PartitionSpec("model", None, None),
     "expert_out": PartitionSpec("model", None, None),
+}
+#: Each device has a part of every expert.
+DROPLESS_TABLE = {
+    **gpt.BLOCK_TABLE,
+    "expert_in": PartitionSpec(None, None, "model"),
+    "expert_out": PartitionSpec(None, "model", None),
 }
 
 
@@ -107,8 +114,9 @@ def build(name: str, config: Config) -> Model:
     )
     optimizer = optax.adafactor(1e-2) if config.adafactor else optax.adamw(3e-4)
     init, step = trainable(_params(config), partial(_loss, config), optimizer, config.precision.params)
-    names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
-    table = with_layer_axis({**BLOCK_TABLE, **gpt.EMBEDDING_TABLE}, names)
+    blocks = DROPLESS_TABLE if config.dropless else BLOCK_TABLE
+    names = frozenset(blocks) if config.scan else frozenset[str]()
+    table = with_layer_axis({**blocks, **gpt.EMBEDDING_TABLE}, names)
     notes = "Dimensions: Alpa (Zheng et al., 2022), section 8. Experts have no biases."
     return Model(name, "moe", step, init, token_batch(config.batch, config.seq, config.vocab), table, notes)
 
