@@ -3,7 +3,7 @@
     argument     position among the positional arguments, static ones included
     leaf         position among all leaves of the traced arguments, as `Graph.inputs` has them
 
-Where an option is "auto", the batch is what looks like it (`autopar.passes.microbatch.analysis.batch_leaves`), and what
+Where an option is "auto", the batch is what looks like it (`autopar.passes.microbatch.batch.batch_leaves`), and what
 is donated is the state that the step returns anew (`autopar.ir.train_state`).
 """
 
@@ -22,7 +22,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.options import Settings
-from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.plans.plan import Plan
 
 

@@ -3,5 +3,5 @@
     in     Traced and Plan, or planned stages
     out    functions for `jax.jit`: one for a mesh, several per pipeline stage
 
-Read `emit` first, then `emitter`, then `stage_programs`.
+Read `emit` first, then `emitter`, then `stages`.
 """

@@ -1,6 +1,6 @@
 """Numbers for the arrays that the programs of planned stages pass to each other.
 
-A key (`autopar.codegen.stage_programs`) gets the number that the step in stages has for its value. Copies, and values
+A key (`autopar.codegen.stages.programs`) gets the number that the step in stages has for its value. Copies, and values
 that only planned programs exchange, get unused numbers                                            -> number_values
 The passes and updates of the step in stages then list these numbers as what they read and write   -> renumber
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autopar.codegen.stage_programs import Key, ProgramInterfaces, StageEmitter
+from autopar.codegen.stages.programs import Key, ProgramInterfaces, StageEmitter
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stage, Stages
 from autopar.passes.stages.graph import BEGIN, update_name
 from autopar.passes.stages.updates import Update

@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.options import Settings, settings
 from autopar.passes.mesh_search.planner import collector_paused
-from autopar.passes.microbatch.analysis import infer_batch
+from autopar.passes.microbatch.batch import infer_batch
 from autopar.passes.op_groups.constraints import Pins, last_pins
 from autopar.passes.op_groups.pin_keys import Pinnable
 from autopar.plans.origin import Alternative, Hint, Prices

@@ -40,7 +40,7 @@ from autopar.cost_models.flops import work
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
 from autopar.ir.op_sets import ALL_PRODUCTS, ATTENTION
-from autopar.passes.microbatch.analysis import infer_batch
+from autopar.passes.microbatch.batch import infer_batch
 from autopar.passes.microbatch.batch_dimensions import propagated
 from autopar.passes.microbatch.states import Split, State
 from autopar.passes.stages.plan import StagePlan

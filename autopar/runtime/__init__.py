@@ -2,7 +2,7 @@
 
 step = build(traced, stages, schedule, meshes)      compile          -> pipeline.py, programs.py
 state, metrics = step(state, batch)                 run              -> pipeline.py
-layouts                                             on each submesh  -> layouts.py; `autopar.codegen.stage_shardings`
+layouts                                             on each submesh  -> layouts.py; `autopar.codegen.stages.shardings`
 """
 
 from autopar.codegen.layouts import Layouts, data_parallel

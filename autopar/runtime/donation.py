@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.codegen.stage_shardings import StageShardings
+from autopar.codegen.stages.shardings import StageShardings
 from autopar.ir.op_sets import CALLBACKS
 from autopar.ir.train_state import match_state
 from autopar.passes.stages.divide import Stages

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.codegen.stage_shardings import StageShardings
+from autopar.codegen.stages.shardings import StageShardings
 from autopar.errors import ArgumentError, StageError
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state

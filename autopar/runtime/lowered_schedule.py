@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from autopar.codegen.stage_shardings import StageShardings
+from autopar.codegen.stages.shardings import StageShardings
 from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer
 from autopar.runtime.programs import CompiledPrograms, begin_interface, not_donated
 from autopar.schedules.instructions import Instruction, Kind

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar.codegen.layouts import Layouts
-from autopar.codegen.planned_programs import PlannedPrograms, programs_of
+from autopar.codegen.stages.planned import PlannedPrograms, programs_of
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op.pipelines import avals

@@ -6,7 +6,7 @@
     update    (donated arguments, other arguments, totals, values of other updates)
                                                        -> values
 
-`autopar.codegen.stage_shardings` gives their functions and shardings. Whole values are the same for every microbatch.
+`autopar.codegen.stages.shardings` gives their functions and shardings. Whole values are the same for every microbatch.
 Accumulators are donated from pass to pass, so that accumulation is part of the pass that makes a gradient. Arguments of
 the caller are donated to updates alone (donation.py): the state is valid while passes run. All operands are tuples of
 arrays in the order of the lists of values in `autopar.passes.stages.divide`. Programs are traced one after another,
@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.codegen.stage_shardings import ProgramBodies, StageShardings
+from autopar.codegen.stages.shardings import ProgramBodies, StageShardings
 from autopar.ir.graph import Graph
 from autopar.passes.microbatch.loop import slice_block
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar import jax_compat
 from autopar.codegen.context import AnyMesh
 from autopar.codegen.emit import kernel_options
-from autopar.codegen.planned_programs import PlannedPrograms, planned_programs
+from autopar.codegen.stages.planned import PlannedPrograms, planned_programs
 from autopar.hardware.meshes import submeshes
 from autopar.ir.collective import Collective
 from autopar.ir.trace import Traced

@@ -35,7 +35,8 @@ from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import partition as layer_partition
 from autopar.passes.layers import split_scan
 from autopar.passes.layers.find import Layers
-from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
+from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import rewrite as remat

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Atom, Graph, Op
-from autopar.passes.microbatch.analysis import infer_batch
+from autopar.passes.microbatch.batch import infer_batch
 from autopar.rules import Rule
 
 CONSTRAINT = "sharding_constraint"  # its rule has no factors: layouts before and after are independent

@@ -37,7 +37,7 @@ from autopar.ir.graph import Atom, Graph, Op, Type
 from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, RAGGED_PRODUCTS, RARE_ELEMENTWISE
 from autopar.passes.microbatch.constant_indices import MAX_ELEMENTS, fold
 from autopar.passes.microbatch.equal_values import first_equal
-from autopar.passes.microbatch.rule_types import Operands, Rule, RuleResult, align_operand
+from autopar.passes.microbatch.rules.types import Operands, Rule, RuleResult, align_operand
 from autopar.passes.microbatch.states import SUM, ZERO, Grouped, Invariant, Permuted, Positions, Split, State
 
 

@@ -35,9 +35,9 @@ from autopar.ir.trace import Traced
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, PlacedOp
 from autopar.passes.microbatch.regions import BlockBody, FlattenedOps, analyse_region, state_of
-from autopar.passes.microbatch.rule_types import RuleResult
+from autopar.passes.microbatch.rules.table import RULES
+from autopar.passes.microbatch.rules.types import RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, local_shape, part_dtype
-from autopar.passes.microbatch.table import RULES
 
 #: Arrays by value.
 Values = Mapping[int, Any]

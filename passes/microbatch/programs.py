@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import BROADCASTS, REORDERINGS, RESHAPES
 from autopar.passes.microbatch.regions import FlattenedOps, narrow_scan
-from autopar.passes.microbatch.rule_types import RuleResult
+from autopar.passes.microbatch.rules.types import RuleResult
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
 from autopar.passes.microbatch.states import Partial, ReductionKind, Split, State
 

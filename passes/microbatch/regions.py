@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op, Region, is_zero
-from autopar.passes.microbatch import kernels
 from autopar.passes.microbatch.grouped import Groups, find_groups, grouped, is_grouped
-from autopar.passes.microbatch.rule_types import ConstantComponent, Operands, RuleResult, no_constants
+from autopar.passes.microbatch.rules import kernels
+from autopar.passes.microbatch.rules.table import apply_table, invariant_results
+from autopar.passes.microbatch.rules.types import ConstantComponent, Operands, RuleResult, no_constants
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Split, State, join
-from autopar.passes.microbatch.table import apply_table, invariant_results
 from autopar.rules.manual import MANUAL
 
 

@@ -20,10 +20,10 @@ from dataclasses import replace
 
 from autopar import jax_compat
 from autopar.ir.graph import Graph, Op
-from autopar.passes.microbatch.rule_types import Operands, RuleResult
-from autopar.passes.microbatch.rules import split_after_reshape
+from autopar.passes.microbatch.rules.blockwise import split_after_reshape
+from autopar.passes.microbatch.rules.table import apply_table
+from autopar.passes.microbatch.rules.types import Operands, RuleResult
 from autopar.passes.microbatch.states import INVARIANT, Split, State, divided, is_divisible
-from autopar.passes.microbatch.table import apply_table
 
 #: (graph, scan, its rule result, position of a result -> its block, microbatches) -> rule result with these blocks
 NarrowScan = Callable[[Graph, Op, RuleResult, Mapping[int, Split], int], RuleResult | None]

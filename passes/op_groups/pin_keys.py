@@ -25,7 +25,7 @@ from autopar.errors import PinError
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.ir.train_state import optimizer_leaves, parameter_leaves
-from autopar.passes.microbatch.analysis import infer_batch
+from autopar.passes.microbatch.batch import infer_batch
 
 #: What the key of a pin for activations begins with.
 ACTIVATIONS = "activations at "

@@ -18,7 +18,7 @@ from typing import Any
 from autopar.ir.graph import Atom
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.programs import PlacedOp
-from autopar.passes.microbatch.rule_types import RuleResult
+from autopar.passes.microbatch.rules.types import RuleResult
 from autopar.passes.stages.divide import PASS_KINDS, Stages
 from autopar.passes.stages.graph import GraphInput, StageGraph, Tracer, carried_by, results_of, update_name
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from autopar.ir.graph import Graph
 from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.ir.train_state import match_state, optimizer_leaves, parameter_leaves
-from autopar.passes.microbatch.analysis import infer_batch
+from autopar.passes.microbatch.batch import infer_batch
 from autopar.passes.microbatch.batch_dimensions import batch_dimensions
 from autopar.passes.op_groups.constraints import Pins
 from autopar.passes.op_groups.pin_keys import products_key

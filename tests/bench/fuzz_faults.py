@@ -25,9 +25,10 @@ from autopar import jax_compat
 from autopar.bench.fuzz.campaign import flags
 from autopar.bench.worker import cpu_devices
 from autopar.errors import AutoparError
-from autopar.passes.microbatch import analysis, constant_indices, gather, grouped, loop, programs, rules, table
+from autopar.passes.microbatch import analysis, constant_indices, grouped, loop, programs
 from autopar.passes.microbatch.analysis import Microbatches, split
-from autopar.passes.microbatch.rule_types import ANY, ORDERED, Dtypes, OpRules, PartialOperands
+from autopar.passes.microbatch.rules import blockwise, gather, table
+from autopar.passes.microbatch.rules.types import ANY, ORDERED, Dtypes, OpRules, PartialOperands
 from autopar.passes.microbatch.states import REDUCTION_KINDS
 from autopar.passes.op_groups import merge as op_groups
 from autopar.plans import cache as plan_cache
@@ -72,7 +73,7 @@ BOOLEAN = Dtypes("any", ORDERED.contains, "the fault: bits are lost")
 
 def bits_as_extremes() -> Sequence[Patch]:
     both = (("reduce_or", "max"), ("reduce_and", "min"))
-    return [(table.RULES, name, OpRules(rules.reduction(kind), {kind: BOOLEAN})) for name, kind in both]  # type: ignore[arg-type]
+    return [(table.RULES, name, OpRules(blockwise.reduction(kind), {kind: BOOLEAN})) for name, kind in both]  # type: ignore[arg-type]
 
 
 def indices_that_do_not_wrap() -> Sequence[Patch]:
@@ -110,7 +111,7 @@ FAULTS = (
     Fault(
         "bits are folded along the dimension that is cut",
         "microbatches",
-        lambda: [rule("bitcast_convert_type", split=rules.elementwise)],
+        lambda: [rule("bitcast_convert_type", split=blockwise.elementwise)],
         "bitcast_convert_type",
     ),
     Fault(
@@ -262,7 +263,7 @@ def find(faults: Sequence[Fault], seeds: range, largest: int, tell: Callable[[st
     import jax
 
     from autopar.bench.fuzz import case
-    from autopar.bench.fuzz.generate import program
+    from autopar.bench.fuzz.generator.generate import program
     from autopar.ir.trace import trace
 
     left, found_faults = list(faults), list[Found]()

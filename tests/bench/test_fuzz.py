@@ -11,7 +11,7 @@ import pytest
 
 from autopar.bench import worker
 from autopar.bench.fuzz import campaign, case, compare, noise, shrink
-from autopar.bench.fuzz.generate import program
+from autopar.bench.fuzz.generator.generate import program
 from autopar.bench.fuzz.program import Block, Leaf, Node, Program, Type, load
 from autopar.errors import ArgumentError
 from tests.bench.fuzz_faults import FAULTS, put_back

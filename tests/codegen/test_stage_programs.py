@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar import jax_compat
 from autopar.api import parallelize
-from autopar.codegen.stage_programs import StageEmitter, even, program_interfaces
+from autopar.codegen.stages.programs import StageEmitter, even, program_interfaces
 from autopar.ir.layout import cuts, divides
 from autopar.passes.stages.divide import PASS_KINDS
 from tests.passes.stages.test_cost import mesh, plans_of

@@ -44,7 +44,7 @@ DERIVED = {
     "passes.microbatch.constant_indices": ("_FOLDED",),
     "passes.microbatch.programs": ("_VIEWS",),
     "passes.microbatch.slice_pushdown": ("_DIM_CREATORS",),
-    "passes.microbatch.table": ("RULES",),
+    "passes.microbatch.rules.table": ("RULES",),
     "passes.op_groups.merge": ("ANCHORS", "NEVER_FREE", "WINDOWED", "SUMS"),
     "passes.op_groups.unreduced": ("SUMS", "DOTS", "SPLIT", "LINEAR"),
     "passes.stages.assign": ("NOT_DUPLICATED",),

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import jax_compat
-from autopar.bench.fuzz import generate, program
+from autopar.bench.fuzz import program
+from autopar.bench.fuzz.generator import generate
 from autopar.errors import GraphTextError
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.text.parser import parse

@@ -33,7 +33,7 @@ from autopar import jax_compat
 from autopar.bench.equal.case import dear
 from autopar.bench.fuzz import shrink
 from autopar.bench.fuzz.compare import difference, unequal
-from autopar.bench.fuzz.generate import program
+from autopar.bench.fuzz.generator.generate import program
 from autopar.bench.fuzz.noise import Noise, noise
 from autopar.bench.fuzz.program import Block, Program, Step
 from autopar.bench.worker import cpu_devices, serve

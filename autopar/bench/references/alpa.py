@@ -31,7 +31,7 @@ from autopar.passes.inter_op.search import InterOpSearch, SearchSpace, microbatc
 from autopar.passes.inter_op.simulate import FoundPipeline
 from autopar.passes.layers.find import Layers
 from autopar.passes.mesh_search.planner import collector_paused
-from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL
 from autopar.zoo import targets

@@ -10,7 +10,7 @@ from autopar.passes.inter_op.extrapolate import options_anywhere, options_at
 from autopar.passes.inter_op.layer_costs import OptionsByKind
 from autopar.passes.inter_op.search import InterOpSearch
 from autopar.passes.inter_op.stage_options import StageOption
-from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.cost import StageTimes
 from autopar.passes.stages.memory import StageMemory

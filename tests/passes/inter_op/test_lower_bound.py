@@ -20,7 +20,7 @@ from autopar.passes.inter_op.dynamic_program import Question, RunCosts, placemen
 from autopar.passes.inter_op.layer_bounds import BoundedLayers, bound_on, bounded_layers
 from autopar.passes.inter_op.lower_bound import PipelineBound, least_step
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
-from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE, recomputable

@@ -14,7 +14,7 @@ from autopar.passes.inter_op.dynamic_program import Division, Part
 from autopar.passes.inter_op.layer_costs import run_options
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
 from autopar.passes.inter_op.simulate import FoundPipeline, rank
-from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import NONE
 from tests.passes.inter_op.test_dynamic_program import divisions, priced

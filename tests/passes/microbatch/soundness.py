@@ -10,8 +10,8 @@
 What the analysis refuses is not run: such a step runs it on the whole batch. What it accepts runs in two microbatches,
 many operations in one program, beside the whole. Integers are equal exactly, floats to rounding. Where an operation has
 parts of a sum as operands and the whole is no finite number, it is enough that ours is none (see
-`autopar.passes.microbatch.table`). So it is where a complex number is not finite: which of its parts are infinite, and
-which are nan, depends on the kernel that multiplies.
+`autopar.passes.microbatch.rules.table`). So it is where a complex number is not finite: which of its parts are
+infinite, and which are nan, depends on the kernel that multiplies.
 
     python -m tests.passes.microbatch.soundness [--dtype float32] [--place scan] [--primitive gather] [--share 0.1]
 
@@ -40,11 +40,12 @@ from autopar import jax_compat
 from autopar.ir.graph import Graph, Region
 from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
-from autopar.passes.microbatch import regions, table
+from autopar.passes.microbatch import regions
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.regions import BlockBody
-from autopar.passes.microbatch.rule_types import Operands, OpRules, PartialOperands
+from autopar.passes.microbatch.rules import table
+from autopar.passes.microbatch.rules.types import Operands, OpRules, PartialOperands
 from autopar.passes.microbatch.states import (
     INVARIANT,
     REDUCTION_KINDS,

@@ -17,7 +17,8 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
-from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
+from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms, join_blocks, slice_block, split_step
 from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.zoo import TOYS, build

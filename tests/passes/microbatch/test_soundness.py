@@ -15,8 +15,8 @@ import jax.extend.core as jex
 import numpy as np
 import pytest
 
-from autopar.passes.microbatch import table
-from autopar.passes.microbatch.rule_types import NUMBER, PartialOperands
+from autopar.passes.microbatch.rules import table
+from autopar.passes.microbatch.rules.types import NUMBER, PartialOperands
 from autopar.passes.microbatch.states import Partial
 from tests.passes.microbatch.samples import USES
 from tests.passes.microbatch.soundness import PLACES, Accepted, accepted, cases, differing, lines

@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced, trace
 from autopar.passes.intra_op import extract
 from autopar.passes.mesh_search.planner import make_model
-from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.remat.options import Options

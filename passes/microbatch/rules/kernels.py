@@ -25,7 +25,7 @@ of the sum.
 
 from __future__ import annotations
 
-from autopar.passes.microbatch.rule_types import Operands, RuleResult
+from autopar.passes.microbatch.rules.types import Operands, RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Partial, Split, State, local_shape
 from autopar.rules import cudnn, pallas, partitioned
 from autopar.rules.notation import Rule

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.codegen.layouts import Layouts
-from autopar.codegen.stage_shardings import Values
+from autopar.codegen.stages.shardings import Values
 from autopar.ir.graph import Graph
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import Accumulator, StepPrograms

@@ -6,7 +6,7 @@
     rows that point into their own     are split together with the operand; the index is then relative to the block:
     block, by constant indices         `x[arange(n), labels]` and its transpose                    -> _own_block_indices
 
-Partial operands are described in `autopar.passes.microbatch.table`. Dimension numbers are those of
+Partial operands are described in `autopar.passes.microbatch.rules.table`. Dimension numbers are those of
 `jax.lax.GatherDimensionNumbers` and `jax.lax.ScatterDimensionNumbers`.
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.microbatch.rule_types import Operands, RuleResult, align_operand
+from autopar.passes.microbatch.rules.types import Operands, RuleResult, align_operand
 from autopar.passes.microbatch.states import (
     INVARIANT,
     SUM,

@@ -8,7 +8,7 @@ cannot run block by block.
     contraction      the contracted dimension split: a partial sum                                  -> dot, convolution
     reduction        over the split dimension: a part of the kind that the table names                      -> reduction
     reshape          (outer, m, inner) by prefix products                                                     -> reshape
-    gather, scatter  see `autopar.passes.microbatch.gather`
+    gather, scatter  see `autopar.passes.microbatch.rules.gather`
 
 Bound on blocks, an operation keeps its parameters except those with sizes of the split dimension (`RuleResult.params`).
 """
@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.passes.microbatch.rule_types import (
+from autopar.passes.microbatch.rules.types import (
     THREEFRY_KEYS,
     Operands,
     Rule,

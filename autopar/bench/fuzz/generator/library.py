@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.bench.fuzz import totals
-from autopar.bench.fuzz.scope import Scope, batched, floating, integral, of_rank
+from autopar.bench.fuzz.generator import totals
+from autopar.bench.fuzz.generator.scope import Scope, batched, floating, integral, of_rank
 
 #: Of one float64; {1}: a dimension without examples.
 EACH = (

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autopar.bench.fuzz.generator.scope import Scope, Value, boolean, floating, integral, like, numeric
 from autopar.bench.fuzz.program import jnp_name
-from autopar.bench.fuzz.scope import Scope, Value, boolean, floating, integral, like, numeric
 
 #: Smooth functions, of float64 with gradients.
 SMOOTH = (

@@ -1,6 +1,6 @@
 """Input and result of a rule of the microbatch analysis, and the rules of one primitive.
 
-The rules of a primitive in `autopar.passes.microbatch.table` are data, but for one function:
+The rules of a primitive in `autopar.passes.microbatch.rules.table` are data, but for one function:
 
     split               how split operands propagate: a function of shapes and parameters alone           -> Rule
     partial_results     kinds of partial results that the operation yields where it reduces the split dimension, each

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from autopar.bench.fuzz import elementwise, experts, indexing, library, regions, shapes, totals
+from autopar.bench.fuzz.generator import elementwise, experts, indexing, library, regions, shapes, totals
+from autopar.bench.fuzz.generator.regions import Move, Moves
+from autopar.bench.fuzz.generator.scope import LARGEST_STAGE, Names, Scope, Value, batched, floating, of_rank, plain
 from autopar.bench.fuzz.program import KEY, KEYS, STATE, Block, Node, Program, Type
-from autopar.bench.fuzz.regions import Move, Moves
-from autopar.bench.fuzz.scope import LARGEST_STAGE, Names, Scope, Value, batched, floating, of_rank, plain
 
 BATCHES = (8, 8, 8, 16)
 LARGE_BATCHES = (256, 512)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.bench.fuzz.scope import Scope, Value, batched, floating, integral, numeric, of_rank, plain
-from autopar.bench.fuzz.shapes import EXTENTS
+from autopar.bench.fuzz.generator.scope import Scope, Value, batched, floating, integral, numeric, of_rank, plain
+from autopar.bench.fuzz.generator.shapes import EXTENTS
 
 READS = ("clip", "fill", "wrap", "promise_in_bounds")
 WRITES = ("clip", "drop", "promise_in_bounds")

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.bench.fuzz.generator.scope import (
+    LARGEST_STAGE,
+    Scope,
+    Value,
+    batched,
+    boolean,
+    floating,
+    integral,
+    of_rank,
+)
 from autopar.bench.fuzz.program import jnp_name
-from autopar.bench.fuzz.scope import LARGEST_STAGE, Scope, Value, batched, boolean, floating, integral, of_rank
 
 #: {1}: the axes. JAX takes means of integers in float32, the digits of which depend on the order of the terms.
 FLOATS = ("jnp.sum({0}, {1})", "jnp.mean({0}, {1})", "jnp.max({0}, {1})", "jnp.min({0}, {1})",

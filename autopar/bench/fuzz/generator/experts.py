@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.bench.fuzz.scope import Scope, Value, batched, floating, of_rank, plain
+from autopar.bench.fuzz.generator.scope import Scope, Value, batched, floating, of_rank, plain
 
 #: Share of steps that are taken in a form that mixes rows.
 MIXING = 0.06

@@ -1,8 +1,8 @@
 """Programs of planned stages: every value constrained to its planned layout, gradients unreduced until the update.
 
-`autopar.codegen.stage_programs` emits the programs of a planned stage, with a key per array. The runtime calls programs
-with numbered arrays: here each key gets the number of the step in stages, or an unused one where that has none, and the
-step in stages gets the lists of numbers that its programs read and write                         -> value_numbering.py
+`autopar.codegen.stages.programs` emits the programs of a planned stage, with a key per array. The runtime calls
+programs with numbered arrays: here each key gets the number of the step in stages, or an unused one where that has
+none, and the step in stages gets the lists of numbers that its programs read and write  -> value_numbering.py
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autopar import jax_compat
 from autopar.codegen.context import AnyMesh
 from autopar.codegen.host_memory import between_steps, to_device, to_host
 from autopar.codegen.layouts import Layouts
-from autopar.codegen.stage_programs import Key, ProgramInterfaces, StageEmitter, program_interfaces
-from autopar.codegen.stage_shardings import Values
-from autopar.codegen.unplanned_programs import UnplannedPrograms
+from autopar.codegen.stages.programs import Key, ProgramInterfaces, StageEmitter, program_interfaces
+from autopar.codegen.stages.shardings import Values
+from autopar.codegen.stages.unplanned import UnplannedPrograms
 from autopar.codegen.value_numbering import ValueNumbers, key_of, number_values, renumber
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.graph import Graph

@@ -24,9 +24,9 @@ from functools import partial
 
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import ADDITIONS, ATTENTION, ELEMENTWISE, LINEAR_UNARY, RARE_ELEMENTWISE, WINDOW_REDUCTIONS
-from autopar.passes.microbatch import kernels, rules
-from autopar.passes.microbatch.gather import fill_combines_to_itself, gather, scatter
-from autopar.passes.microbatch.rule_types import (
+from autopar.passes.microbatch.rules import blockwise, kernels
+from autopar.passes.microbatch.rules.gather import fill_combines_to_itself, gather, scatter
+from autopar.passes.microbatch.rules.types import (
     ANY,
     BITS,
     INEXACT,
@@ -154,7 +154,7 @@ def _keeps_kind(kind: ReductionKind, dtypes: Dtypes, pattern: str = "p") -> tupl
 
 def _reduction(kind: ReductionKind, dtypes: Dtypes) -> OpRules:
     """A reduction that yields parts of a kind, and takes such parts."""
-    return OpRules(rules.reduction(kind), {kind: dtypes}, _keeps_kind(kind, dtypes))
+    return OpRules(blockwise.reduction(kind), {kind: dtypes}, _keeps_kind(kind, dtypes))
 
 
 def _names_in(text: str) -> list[str]:
@@ -166,56 +166,58 @@ _BATCHED_LINALG = _names_in("cholesky triangular_solve lu qr eigh svd householde
 
 RULES: Mapping[str, OpRules] = {
     # elementwise: rules of operations that commute with combining parts follow, and override these
-    **dict.fromkeys((*ELEMENTWISE, *RARE_ELEMENTWISE), OpRules(rules.elementwise)),
-    **dict.fromkeys((*ADDITIONS, "sub"), OpRules(rules.elementwise, partial_operands=_linear_in("pp"))),
-    "neg": OpRules(rules.elementwise, partial_operands=_linear_in("p")),
-    "mul": OpRules(rules.elementwise, partial_operands=_linear_in("pi ip")),
-    "div": OpRules(rules.elementwise, partial_operands=_linear_in("pi", INEXACT)),
-    "convert_element_type": OpRules(rules.elementwise, partial_operands=_linear_in("p")),
-    **dict.fromkeys(("real", "imag", "conj"), OpRules(rules.elementwise, partial_operands=_linear_in("p", INEXACT))),
-    "complex": OpRules(rules.elementwise, partial_operands=_linear_in("pp", INEXACT)),
-    "max": OpRules(rules.elementwise, partial_operands=_keeps_kind("max", ORDERED, "pp")),
-    "min": OpRules(rules.elementwise, partial_operands=_keeps_kind("min", ORDERED, "pp")),
-    "and": OpRules(rules.elementwise, partial_operands=_keeps_kind("and", BITS, "pp")),
-    "or": OpRules(rules.elementwise, partial_operands=_keeps_kind("or", BITS, "pp")),
-    "select_n": OpRules(rules.elementwise, partial_operands=_moves_elements("ip*")),
-    **dict.fromkeys(_names_in("copy name"), OpRules(rules.elementwise, partial_operands=_moves_elements("p"))),
-    "bitcast_convert_type": OpRules(rules.bitcast),
+    **dict.fromkeys((*ELEMENTWISE, *RARE_ELEMENTWISE), OpRules(blockwise.elementwise)),
+    **dict.fromkeys((*ADDITIONS, "sub"), OpRules(blockwise.elementwise, partial_operands=_linear_in("pp"))),
+    "neg": OpRules(blockwise.elementwise, partial_operands=_linear_in("p")),
+    "mul": OpRules(blockwise.elementwise, partial_operands=_linear_in("pi ip")),
+    "div": OpRules(blockwise.elementwise, partial_operands=_linear_in("pi", INEXACT)),
+    "convert_element_type": OpRules(blockwise.elementwise, partial_operands=_linear_in("p")),
+    **dict.fromkeys(
+        ("real", "imag", "conj"), OpRules(blockwise.elementwise, partial_operands=_linear_in("p", INEXACT))
+    ),
+    "complex": OpRules(blockwise.elementwise, partial_operands=_linear_in("pp", INEXACT)),
+    "max": OpRules(blockwise.elementwise, partial_operands=_keeps_kind("max", ORDERED, "pp")),
+    "min": OpRules(blockwise.elementwise, partial_operands=_keeps_kind("min", ORDERED, "pp")),
+    "and": OpRules(blockwise.elementwise, partial_operands=_keeps_kind("and", BITS, "pp")),
+    "or": OpRules(blockwise.elementwise, partial_operands=_keeps_kind("or", BITS, "pp")),
+    "select_n": OpRules(blockwise.elementwise, partial_operands=_moves_elements("ip*")),
+    **dict.fromkeys(_names_in("copy name"), OpRules(blockwise.elementwise, partial_operands=_moves_elements("p"))),
+    "bitcast_convert_type": OpRules(blockwise.bitcast),
     **dict.fromkeys(("optimization_barrier", "sharding_constraint"), OpRules(identity=True)),
     # shapes
-    "broadcast_in_dim": OpRules(rules.broadcast, partial_operands=_moves_elements("pi*")),
-    "reshape": OpRules(rules.reshape, partial_operands=_moves_elements("pi*")),
-    "transpose": OpRules(rules.transpose, partial_operands=_moves_elements("p")),
-    "squeeze": OpRules(rules.squeeze, partial_operands=_moves_elements("p")),
-    "concatenate": OpRules(rules.concatenate, partial_operands=_moves_elements("p*")),
-    "split": OpRules(rules.split_array, partial_operands=_moves_elements("p")),
-    "unstack": OpRules(rules.unstack, partial_operands=_moves_elements("p")),
-    "stack": OpRules(rules.stack, partial_operands=_moves_elements("p*")),
-    "tile": OpRules(rules.tile, partial_operands=_moves_elements("p")),
-    "pad": OpRules(rules.pad, partial_operands=_moves_elements("pp")),
-    "slice": OpRules(rules.static_slice, partial_operands=_moves_elements("p")),
-    "dynamic_slice": OpRules(rules.dynamic_slice, partial_operands=_moves_elements("pi*")),
-    "dynamic_update_slice": OpRules(rules.dynamic_update_slice, partial_operands=_moves_elements("ppi*")),
-    "rev": OpRules(rules.rev, partial_operands=_moves_elements("p")),
+    "broadcast_in_dim": OpRules(blockwise.broadcast, partial_operands=_moves_elements("pi*")),
+    "reshape": OpRules(blockwise.reshape, partial_operands=_moves_elements("pi*")),
+    "transpose": OpRules(blockwise.transpose, partial_operands=_moves_elements("p")),
+    "squeeze": OpRules(blockwise.squeeze, partial_operands=_moves_elements("p")),
+    "concatenate": OpRules(blockwise.concatenate, partial_operands=_moves_elements("p*")),
+    "split": OpRules(blockwise.split_array, partial_operands=_moves_elements("p")),
+    "unstack": OpRules(blockwise.unstack, partial_operands=_moves_elements("p")),
+    "stack": OpRules(blockwise.stack, partial_operands=_moves_elements("p*")),
+    "tile": OpRules(blockwise.tile, partial_operands=_moves_elements("p")),
+    "pad": OpRules(blockwise.pad, partial_operands=_moves_elements("pp")),
+    "slice": OpRules(blockwise.static_slice, partial_operands=_moves_elements("p")),
+    "dynamic_slice": OpRules(blockwise.dynamic_slice, partial_operands=_moves_elements("pi*")),
+    "dynamic_update_slice": OpRules(blockwise.dynamic_update_slice, partial_operands=_moves_elements("ppi*")),
+    "rev": OpRules(blockwise.rev, partial_operands=_moves_elements("p")),
     # reductions
     "reduce_sum": _reduction("sum", NUMBER),
     "reduce_max": _reduction("max", ORDERED),
     "reduce_min": _reduction("min", ORDERED),
     "reduce_or": _reduction("or", BITS),
     "reduce_and": _reduction("and", BITS),
-    **dict.fromkeys(_names_in("reduce_prod reduce_xor argmax argmin"), OpRules(rules.reduction(None))),
-    **dict.fromkeys(WINDOW_REDUCTIONS, OpRules(rules.window)),
-    "cumsum": OpRules(rules.cumulative, partial_operands=_linear_in("p")),
-    "cummax": OpRules(rules.cumulative, partial_operands=_keeps_kind("max", ORDERED)),
-    "cummin": OpRules(rules.cumulative, partial_operands=_keeps_kind("min", ORDERED)),
-    **dict.fromkeys(("cumprod", "cumlogsumexp"), OpRules(rules.cumulative)),
-    "sort": OpRules(rules.sort),
-    "top_k": OpRules(rules.top_k),
-    "fft": OpRules(rules.fft),
-    **dict.fromkeys(_BATCHED_LINALG, OpRules(rules.batched(2))),
+    **dict.fromkeys(_names_in("reduce_prod reduce_xor argmax argmin"), OpRules(blockwise.reduction(None))),
+    **dict.fromkeys(WINDOW_REDUCTIONS, OpRules(blockwise.window)),
+    "cumsum": OpRules(blockwise.cumulative, partial_operands=_linear_in("p")),
+    "cummax": OpRules(blockwise.cumulative, partial_operands=_keeps_kind("max", ORDERED)),
+    "cummin": OpRules(blockwise.cumulative, partial_operands=_keeps_kind("min", ORDERED)),
+    **dict.fromkeys(("cumprod", "cumlogsumexp"), OpRules(blockwise.cumulative)),
+    "sort": OpRules(blockwise.sort),
+    "top_k": OpRules(blockwise.top_k),
+    "fft": OpRules(blockwise.fft),
+    **dict.fromkeys(_BATCHED_LINALG, OpRules(blockwise.batched(2))),
     # products
-    "dot_general": OpRules(rules.dot, {"sum": NUMBER}, _linear_in("pi ip")),
-    "conv_general_dilated": OpRules(rules.convolution, {"sum": NUMBER}, _linear_in("pi ip")),
+    "dot_general": OpRules(blockwise.dot, {"sum": NUMBER}, _linear_in("pi ip")),
+    "conv_general_dilated": OpRules(blockwise.convolution, {"sum": NUMBER}, _linear_in("pi ip")),
     # kernels
     "custom_partitioning": OpRules(kernels.partitioned_call, {"sum": NUMBER}),
     **dict.fromkeys(ATTENTION, OpRules(kernels.attention, {"sum": NUMBER, "max": ORDERED})),
@@ -224,9 +226,9 @@ RULES: Mapping[str, OpRules] = {
     "scatter-add": OpRules(scatter, {"sum": NUMBER}, _linear_in("pip pbb")),
     **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max"), OpRules(scatter)),
     # random numbers
-    **dict.fromkeys(("random_bits", "random_split"), OpRules(rules.per_key, dtypes=THREEFRY_KEYS)),
-    **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap"), OpRules(rules.per_key)),
-    "random_fold_in": OpRules(rules.fold_in),
+    **dict.fromkeys(("random_bits", "random_split"), OpRules(blockwise.per_key, dtypes=THREEFRY_KEYS)),
+    **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap"), OpRules(blockwise.per_key)),
+    "random_fold_in": OpRules(blockwise.fold_in),
     # kernels: along the axes of their grid whose runs are independent, as derived from it
     "pallas_call": OpRules(kernels.kernel),
 }

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.bench.fuzz import totals
+from autopar.bench.fuzz.generator import totals
+from autopar.bench.fuzz.generator.scope import Scope, Value, batched, floating, integral, numeric, of_rank
 from autopar.bench.fuzz.program import Block, Node, Type, jnp_name, tuple_form
-from autopar.bench.fuzz.scope import Scope, Value, batched, floating, integral, numeric, of_rank
 
 Move = Callable[[Scope], object]
 DEEPEST = 2

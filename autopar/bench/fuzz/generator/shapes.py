@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autopar.bench.fuzz.scope import Scope, Value, batched, floating, numeric, of_rank, plain
+from autopar.bench.fuzz.generator.scope import Scope, Value, batched, floating, numeric, of_rank, plain
 
 EXTENTS = (2, 3, 4, 5, 6, 8)
 

@@ -1,0 +1,7 @@
+"""Programs of pipeline stages.
+
+    in     the stages of a step, and a plan of each, or hand-written shardings
+    out    functions for `jax.jit`, several per stage: forward and backward passes, update
+
+Read `programs` first, then `planned`.
+"""

@@ -1,0 +1,56 @@
+"""Which arguments of a step hold the batch: as the user says, or the leaves that share a leading extent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from autopar.errors import MicrobatchError
+from autopar.ir.graph import Graph
+from autopar.ir.train_state import match_state
+
+
+def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto"] = "auto") -> tuple[int, ...]:
+    """Positions of the argument leaves that hold the batch.
+
+    "auto": leaves that are not state, of arguments whose leaves all have one leading extent (of any argument, if there
+    is none such), restricted to the leading extent that most of these leaves share; of two such extents, the one with
+    more elements. Scalars among chosen leaves are the same for all microbatches.
+
+    Raises:
+        MicrobatchError: there is none, or the leading extent of one is not divisible by `count`.
+    """
+    if isinstance(chosen, str):
+        chosen = infer_batch(graph)
+        if not chosen:
+            raise MicrobatchError(
+                f"none of the {len(graph.inputs)} arguments holds a batch: all are state or scalars. Name it with "
+                "batch_argnums."
+            )
+    chosen = [i for i in chosen if graph.types[graph.inputs[i]].rank]
+    for i in chosen:
+        shape = graph.types[graph.inputs[i]].shape
+        if shape[0] % count or not shape[0]:
+            raise MicrobatchError(
+                f"batch argument '{graph.input_paths[i]}' of shape {shape} cannot be cut into {count} microbatches: "
+                f"its first dimension has to divide by {count}"
+            )
+    return tuple(chosen)
+
+
+def infer_batch(graph: Graph) -> list[int]:
+    """Positions of the leaves that "auto" chooses; see `batch_leaves`."""
+    state = set(match_state(graph).values())
+    shapes = {i: graph.types[v].shape for i, v in enumerate(graph.inputs) if i not in state and graph.types[v].rank}
+    arguments: dict[str, list[int]] = {}
+    for i in shapes:
+        arguments.setdefault(graph.input_paths[i].split("/", 1)[0], []).append(i)
+    uniform = [i for leaves in arguments.values() if len({shapes[i][0] for i in leaves}) == 1 for i in leaves]
+    fit = uniform or list(shapes)
+    leaves, elements = Counter(shapes[i][0] for i in fit), Counter[int]()
+    for i in fit:
+        elements[shapes[i][0]] += math.prod(shapes[i])
+    best = max(leaves, key=lambda n: (leaves[n], elements[n], n), default=0)
+    return [i for i in fit if shapes[i][0] == best]
