@@ -15,6 +15,7 @@ from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
 from autopar.ir.jaxpr.kernel_work import dot_flops
 from autopar.ir.op_sets import ALL_PRODUCTS, RAGGED_PRODUCTS
 from autopar.rules.manual import MANUAL, call_of
+from autopar.rules.ragged import batches_rows
 
 
 def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
@@ -49,8 +50,8 @@ def executed_flops(op: Op, operands: Sequence[Type], results: Sequence[Type], *,
 
     `masks_groups`: products over groups of rows multiply all rows once for each group.
     """
-    groups = operands[2].shape[-1] if masks_groups and op.name in RAGGED_PRODUCTS else 1
-    return groups * flops(op, operands, results)
+    masks = masks_groups and op.name in RAGGED_PRODUCTS and not batches_rows(op.params)
+    return flops(op, operands, results) * (operands[2].shape[-1] if masks else 1)
 
 
 def computing_dtype(op: Op, operands: Sequence[Type]) -> str:

@@ -384,9 +384,12 @@ def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Seque
 
 
 def _bind_ragged(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Binds a product over groups of rows per device, on the groups of its rows; partial sums are reduced there."""
+    """Binds a product over groups of rows per device, on the groups of its rows; partial sums are reduced there.
+
+    What is cut by a rule of the user's is left to XLA.
+    """
     rule, axes = context.rules[op.signature], _cut_factors(context, op)
-    if not axes:
+    if not axes or rule.origin == "user":
         return partial(jax_compat.bind, op.equation)
     dimension = ragged.ragged_dimension(op.params)
     rows = tuple(name for name, factor in axes.items() if factor == rule.operands[0][dimension])

@@ -39,6 +39,12 @@ def contracts_rows(params: Mapping[str, Any]) -> bool:
     return ragged_dimension(params) in contracted
 
 
+def batches_rows(params: Mapping[str, Any]) -> bool:
+    """Whether the dimension in groups is a batch: groups change nothing then, and every backend ignores them."""
+    _, (batch, _) = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return ragged_dimension(params) in batch
+
+
 def rule(params: Mapping[str, Any], operands: Sequence[Dims], results: Sequence[Dims], dtype: str) -> Rule:
     """The rule of a product over groups.
 

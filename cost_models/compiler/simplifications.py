@@ -29,7 +29,7 @@ from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, PRODUCT, REDUCTIO
 from autopar.cost_models.compiler.operands import add_normalized, broadcast, made_once, new_from, prepared
 from autopar.ir.graph import Atom, Graph, Op, Type
 from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, RAGGED_PRODUCTS, REDUCTIONS
-from autopar.rules.ragged import contracts_rows
+from autopar.rules.ragged import batches_rows, contracts_rows
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
 """Adds the steps of an operation to a frame; the values are those that its steps wait for."""
@@ -248,8 +248,8 @@ def _multiply_and_reduce(p: Program, frame: Frame, op: Op, after: tuple[int, ...
     add_normalized(p, frame, Step(op, "reduce_sum", REDUCTION, (products,), op.outputs, after))
 
 
-def _is_ragged(p: Program, op: Op) -> bool:
-    return p.backend.masks_groups
+def _is_masked(p: Program, op: Op) -> bool:
+    return p.backend.masks_groups and not batches_rows(op.params)
 
 
 def _mask_groups(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
@@ -337,6 +337,6 @@ _TABLE: Mapping[str, tuple[tuple[_Applies, Simplification], ...]] = {
     "mul": ((_masks, _select),),
     "transpose": ((_is_broadcast, _broadcast_again),),
     "dot_general": ((_contracts_nothing, _multiply), (_is_of_vectors, _multiply_and_reduce)),
-    "ragged_dot_general": ((_is_ragged, _mask_groups),),
+    "ragged_dot_general": ((_is_masked, _mask_groups),),
     "gather": ((_leads_with_windows, _gather_and_transpose),),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.lax import RaggedDotDimensionNumbers
+from jax.sharding import PartitionSpec as P
 
+import autopar
 from autopar.api import parallelize
+from autopar.bench.equal.case import dear
+from autopar.cost_models.flops import executed_flops, model_flops
+from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.passes.mesh_search import planner as planning
 from autopar.rules import ragged, rules_of
@@ -81,6 +87,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("title", CASES)
 def test_every_dimension_but_the_groups_may_be_sharded(title: str) -> None:
     fn, args, expected = CASES[title]
@@ -108,6 +115,7 @@ def test_the_groups_of_a_block(sizes: list[int], dtype: str) -> None:
 @pytest.mark.parametrize(
     ("mesh", "seed"), sample(itertools.product(MESHES, range(8)), [*zip(MESHES, range(3), strict=True)])
 )
+@pytest.mark.core
 @pytest.mark.parametrize("title", CASES)
 def test_any_plan_gives_the_same_numbers(
     title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
@@ -115,3 +123,48 @@ def test_any_plan_gives_the_same_numbers(
     fn, args, _ = CASES[title]
     monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
     assert_equal(parallelize(fn, mesh=mesh, donate_argnums=())(*args), jax.jit(fn)(*args))
+
+
+def by_a_rule(text: str) -> None:
+    """The product by this rule, with the matrices of different groups on different devices."""
+    fn, args, _ = CASES["product"]
+    autopar.register_rule("ragged_dot_general", text)
+    run = parallelize(fn, mesh=(4,), cluster=dear((4,)), pins={"matrices": P("x")}, donate_argnums=())
+    assert run.plan(*args).inputs[1] == (0,)
+    assert_equal(run(*args), jax.jit(fn)(*args))
+
+
+def test_a_rule_of_the_user_s_is_left_to_the_compiler() -> None:
+    """A device that has some of the matrices does not know their rows, and may not run the product by itself."""
+    contextvars.copy_context().run(by_a_rule, "m k, g k n, g -> m n | keep m k n")
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(("title", "flops", "masked"), [("product", 1, GROUPS), ("rows of a batch", 4, 4)])
+def test_flops_are_those_of_every_row_once(title: str, flops: int, masked: int) -> None:
+    """In multiples of one product of all rows."""
+    fn, args, _ = CASES[title]
+    graph = trace(fn, *args).graph
+    (op,) = graph.ops
+    operands, results = [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs]
+    once = 2 * ROWS * WIDTH * OUT
+    assert model_flops(graph) == flops * once
+    assert executed_flops(op, operands, results, masks_groups=True) == masked * once
+
+
+def test_plans_take_experts_for_what_they_are() -> None:
+    """A mixture with more groups takes no longer on TPU, and longer where the compiler masks groups, as a note says."""
+    few, many = (step_of(groups, cluster) for groups, cluster in ((2, "tpu-v5e"), (8, "tpu-v5e")))
+    assert many.step_time_s < 1.2 * few.step_time_s
+    few, many = (step_of(groups, cluster) for groups, cluster in ((2, "dgx-h100"), (8, "dgx-h100")))
+    assert many.step_time_s > 2 * few.step_time_s
+    assert [note for note in many.notes if "up to 8 times the FLOPs of the groups" in note]
+
+
+def step_of(groups: int, cluster: str) -> autopar.Plan:
+    shapes = (8192, 4096), (groups, 4096, 4096)
+    rows, matrices = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    return autopar.plan(gradients, rows, matrices, sizes, mesh=(8,), cluster=Cluster.preset(cluster))

@@ -12,6 +12,7 @@ from autopar.ir.op_sets import RAGGED_PRODUCTS
 from autopar.plans.imbalance import Imbalance
 from autopar.rules import manual
 from autopar.rules.inherent import reason
+from autopar.rules.ragged import batches_rows
 
 
 def replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
@@ -21,7 +22,7 @@ def replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
 
 def masked_products(graph: Graph, device: Device) -> list[str]:
     """A note on products over groups of rows that a backend computes as one product of all rows for each group."""
-    products = [op for op in graph.walk() if op.name in RAGGED_PRODUCTS]
+    products = [op for op in graph.walk() if op.name in RAGGED_PRODUCTS and not batches_rows(op.params)]
     if not products or not backend_of(device).masks_groups:
         return []
     groups, line = max(graph.type_of(op.inputs[2]).shape[-1] for op in products), products[0].source
