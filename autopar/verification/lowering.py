@@ -34,6 +34,7 @@ from autopar.verification.lowering_tpu import (
     narrow_types,
     replace_small_gathers,
     replace_small_reduce_scatters,
+    scatter_joint_sums,
 )
 
 Conversion = Callable[[Collectives, Context], tuple[Collective, ...]]
@@ -126,6 +127,7 @@ CONVERSIONS: Mapping[str, tuple[Conversion, ...]] = MappingProxyType(
             share_prefixes,
             narrow_types,
             merge_equal_reductions,
+            scatter_joint_sums,
             replace_small_reduce_scatters,
             replace_small_gathers,
         ),

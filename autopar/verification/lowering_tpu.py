@@ -2,6 +2,7 @@
 
     what only products of default precision read travels as bfloat16                -> narrow_types
     equal reductions are merged                                                     -> merge_equal_reductions
+    a sum over several axes that all cut one dimension of it is scattered           -> scatter_joint_sums
     small reductions are not scattered                                              -> replace_small_reduce_scatters
     a vector is not gathered but summed: each device's piece in a buffer of zeros   -> replace_small_gathers
 
@@ -19,7 +20,7 @@ from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.ir.collective import Collective
 from autopar.ir.control_flow import entries
 from autopar.ir.graph import Op
-from autopar.ir.layout import local_shape
+from autopar.ir.layout import PARTIAL, local_shape
 from autopar.ir.op_sets import REORDERINGS, RESHAPES, SLICES
 from autopar.verification.dataflow import Context, Transfer
 
@@ -103,6 +104,27 @@ def _transfer_of(c: Collective, later: Collectives, context: Context) -> Transfe
 def merge_equal_reductions(planned: Collectives, context: Context) -> tuple[Collective, ...]:
     """libtpu reduces once what two operations compute equally, such as the gradients of two biases of one sum."""
     return tuple(c for c in planned if (op := context.reduced_op(c)) is None or op.index not in context.duplicates)
+
+
+def scatter_joint_sums(planned: Collectives, context: Context) -> tuple[Collective, ...]:
+    """libtpu makes one reduce-scatter of an all-reduce over several axes and the slices along them.
+
+    So it is for accumulated gradients that are read in parts of one dimension. Pieces below a tile are left.
+    """
+    return tuple(replace(c, kind="reduce-scatter") if _ends_in_pieces(c, context) else c for c in planned)
+
+
+def _ends_in_pieces(c: Collective, context: Context) -> bool:
+    value = context.values.get(c.op, -1)
+    layouts = context.plan.stages[0].values
+    if c.kind != "all-reduce" or len(c.axes) < 2 or value not in layouts:
+        return False
+    axes = [context.plan.mesh_names.index(a) for a in c.axes]
+    wanted, shape = context.read(value, c.op), context.graph.types[value].shape
+    if any(layouts[value][a] != PARTIAL or wanted[a] < 0 for a in axes) or len({wanted[a] for a in axes}) > 1:
+        return False
+    *leading, rows, columns = (1, 1, *local_shape(wanted, shape, context.plan.mesh_sizes))
+    return math.prod(leading) * math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS) > 1
 
 
 def replace_small_reduce_scatters(planned: Collectives, context: Context) -> tuple[Collective, ...]:

@@ -203,6 +203,24 @@ def test_the_tiles_are_those_of_what_is_made() -> None:
     assert converted("tpu", gradient, args, lines, values={2: "-2", 3: "--"}) == [f"all-reduce y {nbytes} op0"]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "columns", "kind"),
+    [
+        ("00", 512, "reduce-scatter"),
+        ("11", 512, "reduce-scatter"),
+        ("01", 512, "all-reduce"),  # two dimensions
+        ("0-", 512, "all-reduce"),  # one axis leaves it whole
+        ("00", 8, "all-reduce"),  # a piece is a tile
+    ],
+)
+def test_a_sum_over_all_axes_is_scattered_onto_one_dimension(wanted: str, columns: int, kind: str) -> None:
+    sums = jax.ShapeDtypeStruct((64, columns), jnp.float32)
+    lines = converted(
+        "tpu", lambda a: a * 2, (sums,), ["all-reduce xy 131072 op0.in0"], values={0: "++"}, uses={"op0.in0": wanted}
+    )
+    assert lines == [f"{kind} xy 131072 op0.in0"]
+
+
 @pytest.mark.parametrize(("length", "kind"), [(256, "all-reduce"), (512, "all-gather")])
 def test_short_vectors_are_gathered_as_sums(length: int, kind: str) -> None:
     args = (jax.ShapeDtypeStruct((length,), jnp.float32),)
