@@ -7,7 +7,7 @@ titles that are wanted, such as `equal zb-h1`:
     toys     six toys under several settings (about a minute); the default
     equal    the models, meshes, dtypes and schedules of `autopar bench equal`, on one mesh and in stages: of all their
              combinations as few as have every pair of two choices
-    plan     the sizes of `autopar bench plan` in docs/benchmarks/one-mesh.md
+    plan     the sizes of `autopar bench plan` in docs/benchmarks/planning/one-mesh.md
     alpa     the searches of `autopar bench alpa`
 """
 
