@@ -1,4 +1,4 @@
-"""`stages=`: steps in stages through the public functions. That they compute the step: bench/test_equal_pipeline."""
+"""`stages=`: steps in stages through the public functions. bench/equal/test_equal_pipeline: they compute the step."""
 
 from __future__ import annotations
 

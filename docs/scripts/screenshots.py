@@ -1,4 +1,4 @@
-"""Pictures of reports for the documentation: `python docs/screenshots.py`, with Chromium and playwright installed.
+"""Pictures of reports for the documentation: `python docs/scripts/screenshots.py`, with Chromium and playwright.
 
 Each report is opened at a width of 1280 pixels; docs/images gets 1,000 pixels from a section on, in 64 colours.
 """
@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 import autopar
 from autopar import zoo
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parents[1] / "images"
 WIDTH, HEIGHT, COLOURS = 1280, 1000, 64
 
 #: Name of a picture -> zoo model, its options, and the section that is on top of it.
