@@ -196,7 +196,7 @@ def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str], un
         return partitioned.analyse(op.params).rule
     if op.name in ATTENTION:
         return cudnn.rule(op.name, op.params, operands, results)
-    if op.name in RAGGED_PRODUCTS and len(operands) == 3:
+    if op.name in RAGGED_PRODUCTS:
         return ragged.rule(op.params, operands, results, graph.type_of(op.inputs[2]).dtype)
     opaque = op.name in OPAQUE or op.equation.effects or _is_gathered(graph, op)
     return replicated_rule(operands, results) if opaque else None

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopar.rules.notation import Dims, Rule, parse
 
@@ -45,6 +44,12 @@ def batches_rows(params: Mapping[str, Any]) -> bool:
     return ragged_dimension(params) in batch
 
 
+def holds(dtype: str, number: int) -> bool:
+    """Whether all integers from 0 to this one are in a dtype of integers."""
+    kind = jnp.dtype(dtype)
+    return bool(jnp.issubdtype(kind, jnp.integer)) and number <= jnp.iinfo(kind).max
+
+
 def rule(params: Mapping[str, Any], operands: Sequence[Dims], results: Sequence[Dims], dtype: str) -> Rule:
     """The rule of a product over groups.
 
@@ -66,7 +71,7 @@ def rule(params: Mapping[str, Any], operands: Sequence[Dims], results: Sequence[
     result = [GROUPS] * contracts_rows(params) + [left[d] for d in batch] + kept
     sizes = [*_in_front(params, left), GROUPS] if len(operands[2]) > 1 else [GROUPS]
     rows = ragged_dimension(params)
-    whole = [GROUPS] if operands[0][rows] <= np.iinfo(dtype).max else [GROUPS, left[rows]]
+    whole = [GROUPS] if holds(dtype, operands[0][rows]) else [GROUPS, left[rows]]
     sides = ", ".join(" ".join(names) for names in (left, right, sizes))
     return parse(f"{sides} -> {' '.join(result) or '()'} | keep {' '.join(whole)}", operands, results, "autopar")
 
@@ -80,7 +85,7 @@ def _in_front(params: Mapping[str, Any], left: list[str]) -> list[str]:
     """The dimensions of the first operand for each position of which the sizes of the groups may differ."""
     (contracted, _), (batch, _) = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     rows = ragged_dimension(params)
-    if rows in batch:
+    if batches_rows(params):
         return [left[d] for d in batch[: batch.index(rows)]]
     alike = contracted if rows in contracted else [d for d in range(len(left)) if d not in (*batch, *contracted)]
     return [left[d] for d in (*batch, *alike[: alike.index(rows)])]

@@ -123,8 +123,13 @@ def _ends_in_pieces(c: Collective, context: Context) -> bool:
     wanted, shape = context.read(value, c.op), context.graph.types[value].shape
     if any(layouts[value][a] != PARTIAL or wanted[a] < 0 for a in axes) or len({wanted[a] for a in axes}) > 1:
         return False
-    *leading, rows, columns = (1, 1, *local_shape(wanted, shape, context.plan.mesh_sizes))
-    return math.prod(leading) * math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS) > 1
+    return _tiles(local_shape(wanted, shape, context.plan.mesh_sizes)) > 1
+
+
+def _tiles(local: Sequence[int]) -> int:
+    """Tiles of a device's piece."""
+    *leading, rows, columns = (1, 1, *local)
+    return math.prod(leading) * math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
 
 
 def replace_small_reduce_scatters(planned: Collectives, context: Context) -> tuple[Collective, ...]:
@@ -147,9 +152,7 @@ def _below_a_tile(c: Collective, context: Context) -> bool:
         return False
     local = local_shape(layout, shape, context.plan.mesh_sizes)
     onto = layout[context.plan.mesh_names.index(c.axes[0])]
-    *leading, rows, columns = (1, 1, *local)
-    tiles = math.prod(leading) * math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
-    if tiles == 1 or (len(shape) == 2 and local[onto] < TILE_ROWS):
+    if _tiles(local) == 1 or (len(shape) == 2 and local[onto] < TILE_ROWS):
         return True
     last = op.name == "dot_general" and onto == len(shape) - 1 > 1 and shape[onto] >= TILE_COLUMNS > local[onto]
     return last and max(shape[:-1]) < TILE_COLUMNS

@@ -39,6 +39,7 @@ from autopar.passes.microbatch.constant_indices import MAX_ELEMENTS, fold
 from autopar.passes.microbatch.equal_values import first_equal
 from autopar.passes.microbatch.rules.types import Operands, Rule, RuleResult, align_operand
 from autopar.passes.microbatch.states import SUM, ZERO, Grouped, Invariant, Permuted, Positions, Split, State
+from autopar.rules.ragged import holds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,9 +121,8 @@ def find_groups(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom]) -> Gro
     for op in products:
         chain, counted = _count(groups, op.inputs[2])
         rows = graph.types[keys_of[counted]].size if counted in keys_of else 0
-        if all(
-            _holds(graph.types[v].dtype, rows) for v in chain
-        ):  # the count of all rows may wrap, that of a block not
+        # the count of all rows may wrap where that of a block does not
+        if all(holds(graph.types[v].dtype, rows) for v in chain):
             counts.update((v, keys_of[counted]) for v in chain if counted in keys_of)
     orders: dict[Positions, list[int]] = {}
     for op in ops:
@@ -217,7 +217,7 @@ def _counted(groups: Groups, atom: Atom, extent: int | None) -> Atom:
     """
     while isinstance(atom, int) and (op := groups.producers.get(atom)) is not None and op.name in _SAME_NUMBERS:
         (before, after), source = map(groups.graph.type_of, (op.inputs[0], atom)), op.inputs[0]
-        in_range = extent is not None and _holds(after.dtype, extent - 1) and _selects(groups, source, extent)
+        in_range = extent is not None and holds(after.dtype, extent - 1) and _selects(groups, source, extent)
         if before.size != after.size or not (_fits(before.dtype, after.dtype) or in_range):
             break
         atom = source
@@ -236,12 +236,6 @@ def _fits(before: str, after: str) -> bool:
         return False
     old, new = map(jnp.iinfo, dtypes)
     return bool(new.min <= old.min and old.max <= new.max)
-
-
-def _holds(dtype: str, number: int) -> bool:
-    """True if all integers from 0 to this one are in a dtype of integers."""
-    kind = jnp.dtype(dtype)
-    return bool(jnp.issubdtype(kind, jnp.integer)) and number <= jnp.iinfo(kind).max
 
 
 def _monotone_in(groups: Groups, indices: Atom, extent: int) -> Atom | None:

@@ -96,8 +96,9 @@ def test_every_dimension_but_the_groups_may_be_sharded(title: str) -> None:
     assert tuple(str(rules[op.signature]) for op in graph.walk() if op.name == "ragged_dot_general") == expected
 
 
-def test_rows_that_the_sizes_cannot_count_are_not_sharded() -> None:
-    graph = trace(product, array(256, WIDTH), MATRICES, SIZES.astype(jnp.uint8)).graph
+@pytest.mark.parametrize(("dtype", "rows"), [("uint8", 256), ("int4", 8)])
+def test_rows_that_the_sizes_cannot_count_are_not_sharded(dtype: str, rows: int) -> None:
+    graph = trace(product, array(rows, WIDTH), MATRICES, SIZES.astype(dtype)).graph
     (op,) = graph.ops
     assert str(rules_of(graph)[op.signature]) == "a b, c b d, c -> a d | reduce b | keep a c"
 
