@@ -53,6 +53,11 @@ class Context:
         sharding = NamedSharding(self.mesh, spec(unreduced_layout(layout), array.ndim, self.names))
         return jax.lax.with_sharding_constraint(array, sharding)
 
+    def summands_shape(self, value: int, layout: Layout) -> tuple[int, ...]:
+        """The shape of the array of a value: one leading dimension per axis along which it is partial."""
+        lead = (self.mesh.shape[self.names[axis]] for axis in partial_axes(layout))
+        return (*lead, *self.graph.types[value].shape)
+
     def reshard(self, array: Any, source: Layout, target: Layout) -> Any:
         """An array with layout `source`, resharded to `target` in the steps that the plan's cost assumes.
 

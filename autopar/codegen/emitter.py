@@ -203,7 +203,10 @@ class Emitter:
         rule = self.context.rules[op.signature]
         factors = [rule.results[position][d] if d >= 0 else d for d in wanted]
         computed = tuple(REPLICATED if f in rule.need_replication else d for d, f in zip(wanted, factors, strict=True))
-        if computed != wanted:
+        if PARTIAL in wanted:  # zeros, to which summands are added: as many as there are devices along these axes
+            whole = self.materialise(value, tuple(max(d, REPLICATED) for d in wanted), site, reader)
+            array = jax.numpy.broadcast_to(whole, self.context.summands_shape(value, wanted))
+        elif computed != wanted:
             array = self.materialise(value, computed, site, reader)
         else:
             operands = [

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import argnums, jax_compat
 from autopar.compile.agreement import planned_by_first
@@ -114,8 +115,8 @@ def _chosen(call: Call, s: Settings) -> PlannedStep:
 
 def _with_origin(call: Call, s: Settings) -> PlannedStep:
     """The planned step, whose plan refers to the step itself, and can be made again with other options."""
-    leafless = [arg if i in s.static_argnums else jax.tree.map(lambda _: 0, arg) for i, arg in enumerate(call.args)]
-    structure = replace(call, args=leafless, local=False)  # the arrays of the call are not kept
+    shapes = [arg if i in s.static_argnums else jax.tree.map(_shape, arg) for i, arg in enumerate(call.args)]
+    structure = replace(call, args=shapes, local=False)  # the arrays of the call are not kept
 
     def replan(changed: Settings, batches: int = 1, fused_attention: bool = False) -> Plan:
         with collector_paused(), reporting(name_of(structure.fn), changed.progress) as report:
@@ -130,6 +131,11 @@ def _with_origin(call: Call, s: Settings) -> PlannedStep:
         resolved = ordinary_pins(call.traced, call.args, in_bytes(call, s))
     step, batch = _planned(call, resolved), argnums.named_batch(call.args, s)
     return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, resolved.pins, batch)))
+
+
+def _shape(leaf: Any) -> Any:
+    """Shape and dtype of an array: the classes of a user's structures may ask for them when they are made."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
 def _check_attention(name: str, graph: Graph, s: Settings, local: bool) -> None:

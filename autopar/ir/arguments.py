@@ -392,8 +392,10 @@ def _has(tree: Any, *kinds: type) -> bool:
 
 def _wrappers(tree: Any, *kinds: type) -> list[Any]:
     """Wrappers of these kinds in a structure."""
-    example = jax.tree.unflatten(tree, range(tree.num_leaves))
-    return [x for x in jax.tree.leaves(example, is_leaf=_is(*kinds)) if isinstance(x, kinds)]
+    node = tree.node_data()
+    if node is not None and issubclass(node[0], kinds):
+        return [jax.tree.unflatten(tree, range(tree.num_leaves))]
+    return [wrapper for child in tree.children() for wrapper in _wrappers(child, *kinds)]
 
 
 def check_function(caller: str, fn: Any) -> None:

@@ -36,6 +36,7 @@ class Rule:
         need_replication: factors along which the operation cannot be sharded.
         origin: "shardy", "autopar", "custom_partitioning" (what the operation says), or "user".
         sent: collectives of the devices that run it together, besides those that reduce partial sums.
+        unread: positions of operands that no result depends on, in whatever layout they are.
     """
 
     operands: tuple[Dims, ...]
@@ -45,6 +46,7 @@ class Rule:
     need_replication: tuple[int, ...] = ()
     origin: str = "shardy"
     sent: tuple[Sent, ...] = ()
+    unread: tuple[int, ...] = ()
 
     @property
     def free(self) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ fill, argsort, cumsum); their factors are then unified along the values between 
     a dimension with factors (i, j)    is sharded along its major factor only                     -> _major
     CHLO operations                    elementwise                                                -> _elementwise
     reduced, need_replication          if so in any of the StableHLO operations                   -> _Reader
+    an argument without uses           is not read by the operation                               -> _Reader.unread
     factors of one side only           need replication: a Cholesky factor's (i, j) -> (k, l)     -> _unmatched
     the bits of a random key           dimensions that only the lowered form has; need replication -> _Reader.logical
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +81,10 @@ def read_rules(ops: Sequence[Op], operand_avals: Sequence[Sequence[Any]]) -> tup
         reader = _Reader(module)
         arguments = reader.arguments("main")
         results = reader.visit("main", arguments)
+        unread = reader.unread("main")
     arguments = reader.logical(arguments, [len(a.shape) for a in flat])
     results = reader.logical(results, [len(v.aval.shape) for op in ops for v in op.equation.outvars])
-    return _split_by_op(reader, arguments, results, counts, result_counts)
+    return _split_by_op(reader, arguments, results, counts, result_counts, unread)
 
 
 def _lower(ops: Sequence[Op], flat: Sequence[Any], counts: Sequence[int]) -> tuple[Any, list[int]]:
@@ -117,6 +119,20 @@ class _Reader:
         """A new factor for every dimension of the arguments of one function."""
         block = self._functions[name].regions[0].blocks[0]
         return [[self.unify.new(size) for size in _shape(argument)] for argument in block.arguments]
+
+    def unread(self, name: str) -> frozenset[int]:
+        """Positions of the arguments of one function that no operation reads."""
+        block = self._functions[name].regions[0].blocks[0]
+        return frozenset(i for i, argument in enumerate(block.arguments) if not self._is_read(argument))
+
+    def _is_read(self, value: Any) -> bool:
+        for use in value.uses:
+            if use.owner.name != "func.call":
+                return True
+            called = self._functions[use.owner.attributes["callee"].value].regions[0].blocks[0]
+            if self._is_read(called.arguments[use.operand_number]):
+                return True
+        return False
 
     def logical(self, values: Sequence[list[int]], ranks: Sequence[int]) -> list[list[int]]:
         """Values with their dimensions in JAX; further dimensions are the bits of a random key and need replication."""
@@ -246,6 +262,7 @@ def _split_by_op(
     results: Sequence[list[int]],
     counts: Sequence[int],
     result_counts: Sequence[int],
+    unread: Collection[int],
 ) -> tuple[Rule, ...]:
     """One rule per operation, its factors numbered from 0."""
     find = reader.unify.find
@@ -270,6 +287,7 @@ def _split_by_op(
                 sizes,
                 tuple(n for f, n in names.items() if f in reduced and f not in need_replication | uneven),
                 tuple(n for f, n in names.items() if f in need_replication | uneven),
+                unread=tuple(k for k in range(n_in) if a + k in unread),
             )
         )
         a, r = a + n_in, r + n_out

@@ -56,7 +56,7 @@ def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
         wanted = of(use.consumer, use.dims, use.assigned)
         binding = bindings.get(use.value)
         if binding is None or binding.view is not None:
-            if any(d >= 0 for d in wanted):  # a free value or a view has no layout of its own to compare with
+            if any(d != REPLICATED for d in wanted):  # a free value or a view has no layout of its own to compare with
                 uses[use.site] = wanted
         elif wanted != values[use.value]:
             uses[use.site] = wanted

@@ -211,11 +211,11 @@ def split_step(
 
 def _leaves_of(traced: Traced, argnums: Sequence[int]) -> tuple[int, ...]:
     """Positions of the leaves of some positional arguments."""
-    args, _ = jax.tree.unflatten(traced.in_tree, range(len(traced.in_avals)))
-    unknown = [n for n in argnums if not 0 <= n < len(args)]
+    ends = list(itertools.accumulate((arg.num_leaves for arg in traced.in_tree.children()[0].children()), initial=0))
+    unknown = [n for n in argnums if not 0 <= n < len(ends) - 1]
     if unknown:
         raise ArgumentError(f"batch_argnums={tuple(argnums)}: there is no traced argument {unknown[0]}")
-    return tuple(leaf for n in argnums for leaf in jax.tree.leaves(args[n]))
+    return tuple(leaf for n in argnums for leaf in range(ends[n], ends[n + 1]))
 
 
 # Totals

@@ -52,6 +52,7 @@ class Builder:
         followers: light operations, whose HBM traffic is charged to their groups.
         reads: value -> number of reads.
         heavy_reads: values that operations with strategies of their own, or the caller, read.
+        accumulators: groups of carries of scans that may be partial sums; only what adds to them follows them.
         not_propagated: groups of arguments whose sharding is not propagated to their readers -> largest padding of the
             readers' own layouts, as a factor.
         repeats: executions per step of the top-level operation that is being visited.
@@ -73,6 +74,7 @@ class Builder:
     followers: list[Op] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     heavy_reads: set[int] = field(default_factory=set)
+    accumulators: set[int] = field(default_factory=set)
     not_propagated: dict[int, float] = field(default_factory=dict)
     repeats: float = 1.0
     pace: dict[int, float] = field(default_factory=dict)
@@ -96,6 +98,12 @@ class Builder:
         """All layouts of a shape whose padding lengthens no dimension by more than this factor."""
         key = ("layouts", shape, most_padding)
         return self.strategy_set(key, lambda index: layouts_of(shape, self.mesh, index, most_padding))
+
+    def layouts_or_partial(self, shape: tuple[int, ...]) -> StrategySet:
+        """All layouts of a shape, partial sums along any axes included."""
+        return self.strategy_set(
+            ("layouts or partial", shape), lambda index: layouts_of(shape, self.mesh, index, partial=True)
+        )
 
     def is_free(self, atom: Atom) -> bool:
         """Whether no group decides the layout of an atom: constants, scalars, and values made from such alone."""
@@ -145,9 +153,12 @@ class Kind:
 
 
 def alias(b: Builder, atom: Atom, value: int, name: str, site: str, weight: float, op: int) -> None:
-    """Bind `value` as `atom`, which is read at `site`, is bound; if `atom` is free or a view, to a new group."""
+    """Bind `value` as `atom`, which is read at `site`, is bound.
+
+    It gets a new group if `atom` is free, a view, or may be a partial sum.
+    """
     binding = b.bindings.get(atom) if isinstance(atom, int) else None
-    if binding is not None and binding.view is None:
+    if binding is not None and binding.view is None and binding.group not in b.accumulators:
         b.bindings[value] = Binding(binding.group, value, binding.dims)
     elif b.graph.types[value].shape:
         group = b.enter(name, value, weight)

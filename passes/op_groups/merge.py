@@ -19,8 +19,8 @@ received from elsewhere in a given layout. A residual stream would otherwise be 
 end, where one reshard may be cheaper -> _own_strategies.
 
 Regions are planned in place: the body of a loop counts as often as it runs. A value that enters a loop gets a group of
-its own, so that it can be resharded once before the loop. A carry leaves an iteration in the layout in which it entered
--> regions.
+its own, so that it can be resharded once before the loop. A carry leaves an iteration in the layout in which it entered,
+and may be a partial sum in all of them -> regions.
 """
 
 from __future__ import annotations
@@ -251,10 +251,15 @@ def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
     for k in kind.candidates:
         atom = op.inputs[k]
         binding = b.bindings.get(atom) if isinstance(atom, int) else None
-        if binding is not None and binding.view is None:
+        if binding is not None and binding.view is None and _may_lead(b, op, binding):
             rank = (binding.group in b.not_propagated, binding.group, k)
             best = rank if best is None else min(best, rank)
     return None if best is None else best[2]
+
+
+def _may_lead(b: Builder, op: Op, binding: Binding) -> bool:
+    """Whether an operation may follow a group; one that may be a partial sum is followed by what adds to it."""
+    return binding.group not in b.accumulators or b.deferral.accumulators.get(op.index) == binding.value
 
 
 def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
@@ -264,14 +269,14 @@ def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
     for value, dims in zip(op.outputs, results, strict=True):
         b.bindings[value] = Binding(binding.group, value, dims)
     b.followers.append(op)
-    for k, value in _reads(op):
+    for k, value in _reads(op, kind.rule):
         if k != leader:
             use(b, f"{op.tag}.in{k}", value, binding.group, operands[k], False, weight, op.index)
 
 
-def _reads(op: Op) -> Iterator[tuple[int, int]]:
-    """(position, value) of each operand that is a value."""
-    return ((k, atom) for k, atom in enumerate(op.inputs) if isinstance(atom, int))
+def _reads(op: Op, rule: Rule) -> Iterator[tuple[int, int]]:
+    """(position, value) of each operand that is a value and that the operation reads."""
+    return ((k, atom) for k, atom in enumerate(op.inputs) if isinstance(atom, int) and k not in rule.unread)
 
 
 def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tuple[int, ...]) -> Followed:
@@ -315,7 +320,7 @@ def _own_strategies(b: Builder, op: Op, kind: Kind, leader: int, weight: float) 
     for value, dims in zip(op.outputs, rule.results, strict=True):
         b.bindings[value] = Binding(group, value, tuple(position.get(f, WHOLE) for f in dims))
     b.followers.append(op)
-    for k, value in _reads(op):
+    for k, value in _reads(op, kind.rule):
         dims = tuple(position.get(f, WHOLE) for f in rule.operands[k])
         use(b, f"{op.tag}.in{k}", value, group, dims, False, weight, op.index)
 
@@ -332,7 +337,7 @@ def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     light = op.index in b.deferral.sums  # an elementwise sum; its strategies do not include its HBM traffic
     if light:
         b.followers.append(op)
-    for k, value in _reads(op):
+    for k, value in _reads(op, kind.rule):
         if not light:
             b.heavy_reads.add(value)
         use(b, f"{op.tag}.in{k}", value, group, tuple(rule.operands[k]), True, weight, op.index)
@@ -439,9 +444,9 @@ def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int], l
 
 
 def _may_be_uneven(b: Builder, value: int) -> bool:
-    """Whether a result is a view, or its group has layouts that do not divide it, which JAX does not return."""
+    """Whether a result is a view, or its group has layouts that JAX does not return: uneven ones and partial sums."""
     binding = b.bindings.get(value)
-    if binding is None or binding.view is not None:
+    if binding is None or binding.view is not None or binding.group in b.accumulators:
         return binding is not None
     return not _evenly(b, binding).all()
 

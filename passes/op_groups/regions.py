@@ -1,7 +1,8 @@
 """Regions: how the bodies of loops, branches and rematerialised parts are grouped in place.
 
 A body counts as often as it runs. A value that enters a loop gets a group of its own, so that it is resharded once
-before the loop and not in every iteration. A carry leaves an iteration in the layout in which it entered. A stacked
+before the loop and not in every iteration. A carry leaves an iteration in the layout in which it entered, which may be
+that of a partial sum (`autopar.passes.op_groups.unreduced`). A stacked
 operand or result is never cut along the dimension over which the loop iterates. In a body that runs once, inputs have
 the bindings of the outer values.
 
@@ -43,7 +44,12 @@ def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, oute
         if not b.graph.types[value].shape:
             groups.append(-1)
             continue
-        group = b.enter(f"{op.tag}.{region.name} %{value}", value, inner)
+        name = f"{op.tag}.{region.name} %{value}"
+        if value in b.deferral.carries:
+            group = b.enter_as(name, value, inner, b.layouts_or_partial(b.graph.types[value].shape))
+            b.accumulators.add(group)
+        else:
+            group = b.enter(name, value, inner)
         groups.append(group)
         if isinstance(atom, int):
             # a stacked operand has one more dimension than its slice, which is never cut

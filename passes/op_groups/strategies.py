@@ -84,7 +84,9 @@ class Work:
     in_groups: tuple[int, ...] = ()
 
 
-def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
+def layouts_of(
+    shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING, *, partial: bool = False
+) -> StrategySet:
     """All layouts of a value of this shape, as the strategies of an argument, a copy or a region's input or output.
 
     Args:
@@ -93,8 +95,9 @@ def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding
         mesh: the mesh to plan for.
         index: of the strategy set.
         most_padding: as in `MOST_PADDING`; 1 for arguments and results of the program, which must divide.
+        partial: the value may be a partial sum along any axes.
     """
-    return replace(_layouts(tuple(shape), mesh.sizes, most_padding), index=index)
+    return replace(_layouts(tuple(shape), mesh.sizes, most_padding, partial), index=index)
 
 
 #: Number of strategy sets that are kept: the programs of a step, one for every choice of rematerialised layers, of
@@ -103,9 +106,9 @@ KEPT = 512
 
 
 @lru_cache(maxsize=KEPT)
-def _layouts(shape: tuple[int, ...], sizes: tuple[int, ...], most_padding: float) -> StrategySet:
-    dims = () if 0 in shape else (d for d, n in enumerate(shape) if n > 1)
-    result = _product([REPLICATED, *dims], len(sizes))
+def _layouts(shape: tuple[int, ...], sizes: tuple[int, ...], most_padding: float, partial: bool) -> StrategySet:
+    options = [REPLICATED] if 0 in shape else [REPLICATED, *(d for d, n in enumerate(shape) if n > 1)]
+    result = _product([*options, PARTIAL] if partial and 0 not in shape else options, len(sizes))
     result = result[_fits(result, shape, sizes, most_padding)]
     return StrategySet(-1, result, result, np.zeros_like(result), np.zeros(len(result)), shape)
 

@@ -16,7 +16,11 @@ dots, to sums over dimensions, and to scatters that add to zeros. It applies thr
 results of scans as well -> _left. It does not apply to convolutions: split into the parts of each device they are
 grouped convolutions, for which XLA gathers both operands.
 
-All other operations reduce partial sums at once. The carries of scans are never partial.
+A carry of a scan that starts from zero and is only added to may be partial in all iterations; the operations that read
+the result of the loop reduce it -> _accumulators. A loop over microbatches thus reduces gradients once per step, and the
+backward pass of a recurrent network those of its weights once per sequence.
+
+All other operations reduce partial sums at once, and all other carries are whole.
 """
 
 from __future__ import annotations
@@ -24,11 +28,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from autopar.ir.graph import Atom, Constant, Graph, Op, Repeats
+from autopar.ir.graph import Atom, Constant, Graph, Op, Repeats, is_zero
 from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
 from autopar.jax_compat import REMAT, scan_counts
 
@@ -49,10 +53,27 @@ class Deferral:
     Attributes:
         products: operations whose results may be partial.
         sums: elementwise sums whose operands may be partial -> whether the result may be partial as well.
+        accumulators: elementwise sums that add to a carry of a scan which may be partial -> the carry's value in the
+            body.
     """
 
     products: frozenset[int]
     sums: Mapping[int, bool]
+    accumulators: Mapping[int, int]
+
+    @cached_property
+    def carries(self) -> frozenset[int]:
+        """The carries of scans that may be partial, by their values in the body."""
+        return frozenset(self.accumulators.values())
+
+
+@dataclass
+class _Marks:
+    """The fields of a `Deferral`, while it is made."""
+
+    products: set[int] = field(default_factory=set)
+    sums: dict[int, bool] = field(default_factory=dict)
+    accumulators: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,16 +104,44 @@ class _Body:
 @lru_cache(maxsize=4)  # the same for every mesh
 def find(graph: Graph) -> Deferral:
     """The operations of a program that may have partial sums as results or operands."""
-    products: set[int] = set()
-    sums: dict[int, bool] = {}
-    for body in graph.bodies:
-        _find(_Body.of(graph, body.ops, body.outputs), body.ops, products, sums)
+    marks = _Marks()
+    for body in reversed(graph.bodies):  # inner ones first
+        _find(_Body.of(graph, body.ops, body.outputs), body.ops, marks)
+        for op in body.ops:
+            if op.name == "scan":
+                _accumulators(graph, op, marks)
     if graph.repeats is not None:
-        _left(graph, graph.repeats, products, sums)
-    return Deferral(frozenset(products), sums)
+        _left(graph, graph.repeats, marks)
+    return Deferral(frozenset(marks.products), marks.sums, marks.accumulators)
 
 
-def _left(graph: Graph, repeats: Repeats, products: set[int], sums: dict[int, bool]) -> None:
+def _accumulators(graph: Graph, op: Op, marks: _Marks) -> None:
+    """Mark the sums of a scan's body that add to a carry which starts from zero.
+
+    Nothing else reads the carry, so that it is only known when the loop has ended.
+    """
+    region = op.regions[0]
+    constants, carries = scan_counts(op.params)
+    body = _Body.of(graph, region.ops, region.outputs)
+    for j in range(carries):
+        carry, total = region.inputs[constants + j], region.outputs[j]
+        add = body.producer.get(total) if isinstance(total, int) else None
+        if add is None or add.name not in ADDITIONS or body.reads[total] != 1 or body.reads.get(carry) != 1:
+            continue
+        parts = [a for a in add.inputs if a != carry]
+        same = graph.type_of(total) == graph.types[carry] and graph.types[carry].rank > 0
+        read_once = len(parts) == 1 and body.reads.get(parts[0]) == 1
+        if same and read_once and _is_zeros(graph, op.inputs[constants + j]) and _leave(body, parts[0], marks):
+            marks.accumulators[add.index] = carry
+
+
+def _is_zeros(graph: Graph, atom: Atom) -> bool:
+    """Whether a value is a broadcast of a literal zero."""
+    producer = graph.producers.get(atom) if isinstance(atom, int) else None
+    return producer is not None and producer.name == "broadcast_in_dim" and is_zero(producer.inputs[0])
+
+
+def _left(graph: Graph, repeats: Repeats, marks: _Marks) -> None:
     """Mark the producers of values that repeated passes leave to operations that run once.
 
     A value that a repeated operation reads must be whole. So must a value that an operation other than a sharding
@@ -105,26 +154,32 @@ def _left(graph: Graph, repeats: Repeats, products: set[int], sums: dict[int, bo
     repeated = (v for op in graph.ops if op.index in repeats.ops for v in op.outputs)
     for value in repeated:
         if value not in kept:
-            _leave(body, value, products, sums)
+            _leave(body, value, marks)
 
 
-def _leave(body: _Body, value: Atom, products: set[int], sums: dict[int, bool]) -> None:
-    """Mark the producers of a value that may be partial where it leaves its body."""
+def _leave(body: _Body, value: Atom, marks: _Marks) -> bool:
+    """Mark the producers of a value that may be partial where it leaves its body. Returns whether there are any."""
     op = body.producer.get(value) if isinstance(value, int) else None
     if op is None:
-        return
+        return False
     operand = linear_operand(body.graph, op)
-    if op.index in sums:
-        sums[op.index] = True
-    elif _splits(body, op):
-        products.add(op.index)
-    elif operand is not None and body.reads[op.inputs[operand]] == 1:
-        _leave(body, op.inputs[operand], products, sums)
-    elif op.name == REMAT or (op.name == "scan" and op.outputs.index(value) >= scan_counts(op.params)[1]):
-        region = op.regions[0]
-        inner, atom = _Body.of(body.graph, region.ops, region.outputs), region.outputs[op.outputs.index(value)]
-        if inner.reads.get(atom) == 1:
-            _leave(inner, atom, products, sums)
+    if op.index in marks.sums:
+        marks.sums[op.index] = True
+        return True
+    if _splits(body, op):
+        marks.products.add(op.index)
+        return True
+    if operand is not None and body.reads[op.inputs[operand]] == 1:
+        return _leave(body, op.inputs[operand], marks)
+    if op.name != REMAT and op.name != "scan":
+        return False
+    region, position = op.regions[0], op.outputs.index(value)
+    atom = region.outputs[position]
+    if op.name == "scan" and position < scan_counts(op.params)[1]:
+        add = next((o for o in region.ops if atom in o.outputs), None)
+        return add is not None and add.index in marks.accumulators
+    inner = _Body.of(body.graph, region.ops, region.outputs)
+    return inner.reads.get(atom) == 1 and _leave(inner, atom, marks)
 
 
 def _splits(body: _Body, op: Op) -> bool:
@@ -136,25 +191,25 @@ def _splits(body: _Body, op: Op) -> bool:
     return isinstance(filled, Constant) and not np.any(filled.value)
 
 
-def _find(body: _Body, ops: Sequence[Op], products: set[int], sums: dict[int, bool]) -> None:
+def _find(body: _Body, ops: Sequence[Op], marks: _Marks) -> None:
     """Add the sums of partial values in a body to `sums`, and their producers to `products`."""
     for op in ops:
         if _is_sum(body, op):
-            sums.setdefault(op.index, False)
+            marks.sums.setdefault(op.index, False)
             for atom in op.inputs:
-                _mark(body, atom, products, sums)
+                _mark(body, atom, marks)
 
 
-def _mark(body: _Body, atom: Atom, products: set[int], sums: dict[int, bool]) -> None:
+def _mark(body: _Body, atom: Atom, marks: _Marks) -> None:
     """Mark the operation from which the partial operand of a sum comes."""
     assert isinstance(atom, int)
     op = body.producer[atom]
     if op.name in DOTS:
-        products.add(op.index)
+        marks.products.add(op.index)
     elif op.name in SUMS:
-        sums[op.index] = True
+        marks.sums[op.index] = True
     else:
-        _mark(body, op.inputs[linear_operand(body.graph, op) or 0], products, sums)
+        _mark(body, op.inputs[linear_operand(body.graph, op) or 0], marks)
 
 
 def _is_sum(body: _Body, op: Op) -> bool:

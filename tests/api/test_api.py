@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import autopar
 from autopar.api import gather, parallelize
+from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, AutoparWarning, MeshError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan
@@ -346,3 +348,37 @@ def test_shardings_by_path_and_by_tree(counted: Any) -> None:
     assert list(by_path) == ["params/down", "params/up", "x"]
     assert plan.shardings(args) == ({"down": by_path["params/down"], "up": by_path["params/up"]}, by_path["x"])
     assert plan.shardings(args[0]) == {"down": by_path["params/down"], "up": by_path["params/up"]}
+
+
+@jax.tree_util.register_pytree_node_class
+class Checked:
+    """A pair of arrays whose constructor compares their shapes, as those of libraries do."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        if x.shape[0] != y.shape[0]:
+            raise ValueError(f"{x.shape} and {y.shape}")
+        self.x, self.y = x, y
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        return (self.x, self.y), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: tuple[Any, Any]) -> Checked:
+        return cls(*children)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": (2,)}, {"mesh": (2,), "num_microbatches": 2}, {"mesh": (2,), "stages": 2, "schedule": "1f1b"}]
+)
+def test_structures_that_check_their_leaves(options: dict[str, Any]) -> None:
+    def step(w: jax.Array, data: Checked) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: ((jnp.tanh(data.x @ w) @ w.T - data.y) ** 2).mean())(w)
+        return w - grad, loss
+
+    w, data = jnp.ones((4, 4)) / 7, Checked(jnp.ones((8, 4)), jnp.ones((8, 4)))
+    expected = step(w, data)
+    parallel = autopar.parallelize(step, cluster=dear((2,)), donate_argnums=(), batch_argnums=1, **options)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), parallel(w, data), expected)
+    plan = parallel.plan(w, data)
+    assert plan.what_if(gap=0.0).after.step_time_s > 0
+    assert autopar.check(step, w, data, cluster=dear((2,)), **options).ok

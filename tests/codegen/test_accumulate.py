@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import zoo
@@ -16,7 +17,12 @@ from autopar.errors import ArgumentError, MemoryBudgetError, MicrobatchError
 
 pytestmark = pytest.mark.core
 
-MODELS = (("mlp-toy", (8,), "none"), ("gpt-toy-tied", (2, 4), "full"), ("moe-toy", (4, 2), "none"))
+MODELS = (
+    ("mlp-toy", (8,), "none"),
+    ("gpt-toy-tied", (2, 4), "full"),
+    ("moe-toy", (4, 2), "none"),
+    ("rnn-toy", (2, 4), "none"),
+)
 
 
 def parallel(model: zoo.Model, mesh: tuple[int, ...], **options: object) -> autopar.api.ParallelFunction:
@@ -37,6 +43,25 @@ def test_the_results_are_those_of_the_whole_batch(name: str, mesh: tuple[int, ..
     for result, other in zip(results, expected, strict=True):
         largest = np.max(np.abs(np.asarray(other)), initial=1e-300)
         assert np.max(np.abs(np.asarray(result) - np.asarray(other)), initial=0.0) <= 1e-9 * largest
+
+
+def test_gradients_are_reduced_once_per_step() -> None:
+    model = zoo.build("gpt-toy", batch=64)
+    pins = {"batch/*": P("x"), "state/*": P()}
+    args = model.abstract_args()
+    plan = autopar.plan(model.step, *args, mesh={"x": 8}, cluster=dear((8,)), num_microbatches=4, pins=pins)
+    reduced = [c for c in plan.collectives if c.kind in ("all-reduce", "reduce-scatter") and c.bytes > 4]
+    assert len(reduced) > 20
+    assert {c.count for c in reduced} == {1}
+    assert autopar.verify(plan, model.step, *args).ok
+
+
+def test_weights_of_a_recurrent_network_have_their_gradient_reduced_once_per_sequence() -> None:
+    model = zoo.build("rnn-toy", batch=64)
+    args = model.abstract_args()
+    plan = autopar.plan(model.step, *args, mesh={"x": 8}, cluster=dear((8,)), pins={"batch/*": P("x"), "state/*": P()})
+    assert {c.count for c in plan.collectives} == {1}
+    assert autopar.verify(plan, model.step, *args).ok
 
 
 def test_the_peak_falls_and_the_plan_says_why() -> None:

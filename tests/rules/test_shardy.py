@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
 
+import autopar
 from autopar import rules as rules_package
+from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
 from autopar.rules import RuleReader, rules_of
 from autopar.rules.shardy import read_rules
@@ -140,6 +145,17 @@ def test_an_operation_that_cannot_be_lowered_alone_is_replicated_and_others_are_
         "dot_general": "a b, b c -> a c | reduce b",
         "transpose": "a b -> b a",
     }
+
+
+def test_an_operand_that_the_lowering_ignores_is_not_read() -> None:
+    first = core.Primitive("first_of_two")
+    first.def_abstract_eval(lambda x, y: x)
+    mlir.register_lowering(first, mlir.lower_fun(lambda x, y: 2 * x, multiple_results=False))
+    (op,) = trace(first.bind, X, X).graph.ops
+    (rule,) = read_rules([op], [[v.aval for v in op.equation.invars]])
+    assert (str(rule), rule.unread) == ("a b, c d -> a b", (1,))
+    plan = autopar.plan(first.bind, X, X, mesh={"x": 2}, cluster=dear((2,)), pins={"0": P("x"), "1": P(None, "x")})
+    assert plan.collectives == ()
 
 
 def test_operations_of_several_graphs_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
     microbatches    in 2 and in 4, compiled together with the plain step
     stages          two stages under two schedules
-    meshes          sharded over two meshes of 8 virtual devices: on one the examples come sharded, on the other the
-                    planner is free
+    meshes          sharded over two meshes of 8 virtual devices, every other program in two microbatches: on one mesh
+                    the examples come sharded, on the other the planner is free
 
 A program counts as refused where autopar says why it does not run in microbatches or under a schedule, or where
 `jax.jit` does not compile the plain step; any other error is a failure, as is a difference (`compare`).
@@ -193,12 +193,20 @@ def in_stages(schedule: str, count: int) -> Callable[[Case], Callable[..., Any]]
 
 
 def on_mesh(mesh: tuple[int, ...], examples: bool = False) -> Callable[[Case], Callable[..., Any]]:
-    """The step on a mesh at prices at which cutting pays; `examples`: the examples come sharded over the first axis."""
+    """The step on a mesh at prices at which cutting pays; `examples`: the examples come sharded over the first axis.
+
+    Every other program runs in two microbatches there, unless that is refused, which is noted without a mesh.
+    """
 
     def made(case: Case) -> Callable[..., Any]:
-        pins = examples_sharded(case) if examples else {}
-        step = autopar.parallelize(case.step.function, mesh=mesh, cluster=dear(mesh), pins=pins, **case.options)
-        plan = step.plan(*case.arguments)
+        asked: dict[str, Any] = {"mesh": mesh, "cluster": dear(mesh), **case.options}
+        asked["pins"] = examples_sharded(case) if examples else {}
+        step = autopar.parallelize(case.step.function, num_microbatches=1 + case.program.seed % 2, **asked)
+        try:
+            plan = step.plan(*case.arguments)
+        except MicrobatchError:
+            step = autopar.parallelize(case.step.function, **asked)
+            plan = step.plan(*case.arguments)
         case.uncut += all(d < 0 for layout in (*plan.inputs, *plan.outputs) for d in layout)
         return step
 

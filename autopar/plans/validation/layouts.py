@@ -92,6 +92,13 @@ class _Program:
         return makers
 
     @cached_property
+    def carries_from(self) -> Mapping[str, int]:
+        """Where a loop begins a sum that may be partial, "op12.in3" -> the value of its carry in the body."""
+        scans = ((op, jax_compat.scan_counts(op.params)[0]) for op in self.graph.walk() if op.name == "scan")
+        entered = ((f"{op.tag}.in{k}", v) for op, n in scans for k, v in enumerate(op.regions[0].inputs) if k >= n)
+        return {site: value for site, value in entered if value in self.deferral.carries}
+
+    @cached_property
     def rules(self) -> Mapping[int, Rule]:
         """Of the operations that may leave partial sums."""
         products = tuple(op for op in self.graph.walk() if op.index in self.deferral.products)
@@ -152,7 +159,8 @@ def _uses(p: _Program) -> Complaints:
             yield _complaint("uses", site, layout, "no such field: no value with dimensions is read there")
             continue
         expected = p.misfit(layout, atom)
-        if not expected and not {*partial_axes(layout)} <= {*partial_axes(p.stage.values.get(atom, ()))}:
+        begins = p.carries_from.get(site)
+        if not expected and not {*partial_axes(layout)} <= {*partial_axes(p.stage.values.get(begins or atom, ()))}:
             expected = "sums along axes only along which the value is partial"
         if expected:
             yield _complaint("uses", site, layout, expected)
@@ -167,13 +175,17 @@ def _copies(p: _Program) -> Complaints:
 
 # Partial sums
 
+#: What is expected of a sum over the iterations of a loop.
+_SUMMED = "sums along the axes along which the loop adds up parts"
+
 
 def _sums(p: _Program) -> Complaints:
     """Values are partial only as their operations can leave them, and reads only where they are linear."""
     if not any(PARTIAL in layout for layout in p.stage.values.values()):
         return
     for value, op in p.makers.items():
-        if op is None and partial_axes(p.stage.values.get(value, ())) and value not in _returned(p):
+        entered = value in _returned(p) or value in p.deferral.carries
+        if op is None and partial_axes(p.stage.values.get(value, ())) and not entered:
             yield _complaint("values", value, p.stage.values[value], "a layout without sums")
     for op in p.graph.walk():
         yield from _region_sums(p, op) if op.regions else _leaf_sums(p, op)
@@ -198,7 +210,8 @@ def _leaf_sums(p: _Program, op: Op) -> Complaints:
 
 def _unfit_reads(p: _Program, op: Op, leads: Sequence[Sequence[int]]) -> Iterator[int]:
     """Operands that are partial where the operation is not linear in them."""
-    linear, joins = unreduced.linear_operand(p.graph, op), op.index in p.deferral.sums
+    linear = unreduced.linear_operand(p.graph, op)
+    joins = op.index in p.deferral.sums or op.index in p.deferral.accumulators
     yield from (k for k, lead in enumerate(leads) if (lead != leads[0] if joins else lead and k != linear))
 
 
@@ -219,15 +232,23 @@ def _left(p: _Program, op: Op) -> tuple[int, ...]:
 
 
 def _region_sums(p: _Program, op: Op) -> Complaints:
-    """Bodies read no sums; those that are recomputed, and scans where they stack, hand out what their bodies leave."""
-    first = num_carries(op) if op.name in ("scan", jax_compat.REMAT) else len(op.outputs)
-    whole = [(f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs)]
-    whole += [(f"{op.tag}.{r.name}.out{j}", atom) for r in op.regions for j, atom in enumerate(r.outputs[:first])]
-    for site, atom in whole:
-        if partial_axes(p.at(atom, site)):
-            yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
+    """Bodies read no sums, and hand out what they leave if they are recomputed, and where scans stack or add up."""
+    carries = num_carries(op) if op.name in ("scan", jax_compat.REMAT) else len(op.outputs)
+    summed: dict[int, Layout] = {}
+    for k, atom in enumerate(op.inputs):
+        site = f"{op.tag}.in{k}"
+        carry = p.carries_from.get(site)
+        if carry is not None:
+            summed[k - jax_compat.scan_counts(op.params)[0]] = p.at(carry, "")
+        if partial_axes(p.at(atom, site)) != partial_axes(p.at(carry, "") if carry is not None else ()):
+            yield _complaint("uses", site, p.at(atom, site), _SUMMED if carry is not None else "a layout without sums")
+    for region in op.regions:
+        for j, atom in enumerate(region.outputs[:carries]):
+            site = f"{op.tag}.{region.name}.out{j}"
+            if partial_axes(p.at(atom, site)) != partial_axes(summed.get(j, ())):
+                yield _complaint("uses", site, p.at(atom, site), _SUMMED if j in summed else "a layout without sums")
     for j, value in enumerate(op.outputs):
-        atom, layout = op.regions[0].outputs[j] if j >= first else None, p.stage.values.get(value, ())
-        inner = [] if atom is None else partial_axes(p.at(atom, f"{op.tag}.{op.regions[0].name}.out{j}"))
-        if partial_axes(layout) != inner:
+        layout = p.stage.values.get(value, ())
+        left = p.at(op.regions[0].outputs[j], f"{op.tag}.{op.regions[0].name}.out{j}") if j >= carries else ()
+        if partial_axes(layout) != partial_axes(summed.get(j, left)):
             yield _complaint("values", value, layout, f"sums as the body of {op.name} {op.source} leaves them")

@@ -128,6 +128,9 @@ def unreduced_sums(graph: Graph) -> str:
     lines = [f"{names[i]}: the result may stay partial" for i in sorted(deferral.products)]
     for i, stays in sorted(deferral.sums.items()):
         lines.append(f"{names[i]}: operands may be partial{', and so may the result' if stays else ''}")
+    lines += [
+        f"{names[i]}: adds to %{carry}, which may be partial" for i, carry in sorted(deferral.accumulators.items())
+    ]
     return "\n".join(lines) or "none"
 
 
