@@ -19,8 +19,8 @@ received from elsewhere in a given layout. A residual stream would otherwise be 
 end, where one reshard may be cheaper -> _own_strategies.
 
 Regions are planned in place: the body of a loop counts as often as it runs. A value that enters a loop gets a group of
-its own, so that it can be resharded once before the loop. A carry leaves an iteration in the layout in which it entered,
-and may be a partial sum in all of them -> regions.
+its own, so that it can be resharded once before the loop. A carry leaves an iteration in the layout in which it
+entered, and may be a partial sum in all of them -> regions.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ results of scans as well -> _left. It does not apply to convolutions: split into
 grouped convolutions, for which XLA gathers both operands.
 
 A carry of a scan that starts from zero and is only added to may be partial in all iterations; the operations that read
-the result of the loop reduce it -> _accumulators. A loop over microbatches thus reduces gradients once per step, and the
-backward pass of a recurrent network those of its weights once per sequence.
+the result of the loop reduce it -> _accumulators. A loop over microbatches thus reduces gradients once per step, and
+the backward pass of a recurrent network those of its weights once per sequence.
 
 All other operations reduce partial sums at once, and all other carries are whole.
 """
