@@ -3,6 +3,7 @@
     seconds  =  recomputed operations, with the collectives that reduce their results
              +  memory traffic of the operations after them
              +  reshards of their operands
+             -  memory traffic of the values that only the backward pass had needed in memory
     bytes    =  dropped residuals live at the peak  -  results of products saved in their place
 
 Values that do not depend on the batch keep their layouts of the forward pass, and are not resharded again.
@@ -12,15 +13,16 @@ peak elsewhere. So a forecast decides where a search begins, and never which pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import smallest
 from autopar.cost_models.sharding.groups import Model, Use
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import ProgramLayouts, device_share
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op import extract
@@ -99,6 +101,8 @@ class _Plan:
     Attributes:
         layered: the part of the program that has the layers.
         seconds_of: operation -> s per step of its work and of its memory traffic.
+        written_s: light operation -> s per step to write its result.
+        kernels: operations with strategies of their own.
         uses_of: operation -> its operands that depend on the batch.
         peak_bytes_of: value -> bytes per device at the peak, of those live then.
     """
@@ -111,6 +115,8 @@ class _Plan:
     layered: Graph
     layouts: ProgramLayouts
     seconds_of: Mapping[int, float]
+    written_s: Mapping[int, float]
+    kernels: frozenset[int]
     uses_of: Mapping[int, Sequence[Use]]
     peak_bytes_of: Mapping[int, float]
 
@@ -119,9 +125,10 @@ class _Plan:
         graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints, layered: Graph
     ) -> _Plan:
         seconds_of: dict[int, float] = {}
-        traffic = ((charge.op, seconds) for charge, seconds in extract.traffic_seconds(model, assignment, mesh))
+        traffic = [(charge.op, seconds) for charge, seconds in extract.traffic_seconds(model, assignment, mesh)]
         for op, seconds in (*extract.operation_seconds(model, assignment), *traffic):
             seconds_of[op] = seconds_of.get(op, 0.0) + seconds
+        kernels = frozenset(group.op for group in model.grouping.groups if group.op >= 0)
         uses_of: dict[int, list[Use]] = {}
         for use in model.grouping.uses:
             if use.value not in model.grouping.overlap.early:
@@ -130,7 +137,9 @@ class _Plan:
         for buffer, nbytes in liveness.at_peak(assignment)[2]:
             peak_bytes_of[buffer.value] = peak_bytes_of.get(buffer.value, 0.0) + nbytes
         layouts = extract.layouts(model, assignment)
-        return _Plan(graph, model, mesh, liveness, assignment, layered, layouts, seconds_of, uses_of, peak_bytes_of)
+        context = (graph, model, mesh, liveness, assignment, layered, layouts)
+        written_s = dict(reversed(traffic))  # the first charge of an operation is that of its result
+        return _Plan(*context, seconds_of, written_s, kernels, uses_of, peak_bytes_of)
 
     def forecast(self, policy: str, recomputable: Sequence[bool]) -> Forecast | None:
         """The forecast of one policy; None if a loop over layers is recomputable."""
@@ -158,7 +167,21 @@ class _Plan:
         model = replace(self.model, grouping=replace(self.model.grouping, uses=operands))
         resharded = extract.reshards(self.graph, model, self.layouts, self.mesh)
         reshards = sum(extract.collective_seconds(c, self.mesh) for c in resharded)
-        return sum(self.seconds_of.get(op, 0.0) for op in recomputed) + reshards
+        unwritten = sum(self.written_s.get(self.graph.producers[v].index, 0.0) for v in self._unwritten(change))
+        return sum(self.seconds_of.get(op, 0.0) for op in recomputed) + reshards - unwritten
+
+    def _unwritten(self, change: Rematerialised) -> Iterator[int]:
+        """Dropped values that are written to memory for the backward pass alone."""
+        for value in change.dropped & self.graph.producers.keys():
+            readers = [use.op for use in self.graph.uses_of(value)]
+            forward = [op for op in readers if op is None or op.phase == "forward"]
+            if self._is_written(readers) and not self._is_written(forward):
+                yield value
+
+    def _is_written(self, readers: Sequence[Op | None]) -> bool:
+        """Whether the result of a light operation with these readers (None: the caller) is in memory."""
+        kernel = any(op is None or op.regions or op.index in self.kernels for op in readers)
+        return SECONDS.is_written({LIGHT: len(readers), KERNEL: kernel})
 
     def _freed_bytes(self, change: Rematerialised) -> float:
         freed = sum(self.peak_bytes_of.get(v, 0.0) for v in change.dropped)

@@ -149,7 +149,8 @@ def test_every_form_has_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches", "forms"), [("gpt-toy-scan", 1, "data parallel"), ("gpt-toy", 2, "data parallel (71%) and")]
+    ("name", "microbatches", "forms"),
+    [("gpt-toy-scan", 1, "data parallel"), ("gpt-toy", 2, "data parallel over x (4 ways)")],
 )
 def test_the_batch_is_followed_through_scans_and_microbatches(name: str, microbatches: int, forms: str) -> None:
     model = zoo.build(name)

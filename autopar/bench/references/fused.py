@@ -73,7 +73,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "llama3.1-8b": Kind(
             "dgx-h100",
             "cudnn",
-            "attention is cut by heads, in NeMo by positions; gradients are reduced per microbatch, in float32",
+            "attention is cut by heads, in NeMo by positions; gradients are added up in float32",
         ),
         "maxtext": Kind("tpu-v5p", "splash", "silu for relu, splash for flash attention"),
     }
