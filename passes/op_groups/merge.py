@@ -470,8 +470,8 @@ def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> N
     """Charge the HBM traffic of light operations to the groups they follow.
 
     A result is charged if it is written to memory (`autopar.cost_models.compiler.fusion.SECONDS`), and an argument for
-    every light operation that reads it. The batch, that is every argument that is no state, is new in each step and is
-    charged once more for being written.
+    every light operation that reads it. A sum that a loop adds up is read and written in every iteration. The batch,
+    that is every argument that is no state, is new in each step and is charged once more for being written.
     """
     entering = surroundings.entering if surroundings else ()
     kept = set(match_state(b.graph).values())
@@ -479,6 +479,11 @@ def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> N
         if kept and position not in kept and value in b.bindings and surroundings is None:
             _charge(b, b.bindings[value], value, -1)
     for op in b.followers:
+        carry = b.deferral.accumulators.get(op.index)
+        if carry in b.bindings:
+            for value in (carry, *op.outputs):
+                _charge(b, b.bindings[value], value, op.index)
+            continue
         for value in op.outputs:
             if SECONDS.is_written({LIGHT: b.reads.get(value, 0), KERNEL: value in b.heavy_reads}):
                 _charge(b, b.bindings[value], value, op.index)

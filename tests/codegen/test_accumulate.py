@@ -46,10 +46,10 @@ def test_the_results_are_those_of_the_whole_batch(name: str, mesh: tuple[int, ..
 
 
 def test_gradients_are_reduced_once_per_step() -> None:
-    model = zoo.build("gpt-toy", batch=64)
+    model = zoo.build("gpt-toy", batch=1024)
     pins = {"batch/*": P("x"), "state/*": P()}
     args = model.abstract_args()
-    plan = autopar.plan(model.step, *args, mesh={"x": 8}, cluster=dear((8,)), num_microbatches=4, pins=pins)
+    plan = autopar.plan(model.step, *args, mesh={"x": 8}, cluster="dgx-h100", num_microbatches=4, pins=pins)
     reduced = [c for c in plan.collectives if c.kind in ("all-reduce", "reduce-scatter") and c.bytes > 4]
     assert len(reduced) > 20
     assert {c.count for c in reduced} == {1}
@@ -59,7 +59,7 @@ def test_gradients_are_reduced_once_per_step() -> None:
 def test_weights_of_a_recurrent_network_have_their_gradient_reduced_once_per_sequence() -> None:
     model = zoo.build("rnn-toy", batch=64)
     args = model.abstract_args()
-    plan = autopar.plan(model.step, *args, mesh={"x": 8}, cluster=dear((8,)), pins={"batch/*": P("x"), "state/*": P()})
+    plan = autopar.plan(model.step, *args, mesh={"x": 8}, pins={"batch/*": P("x"), "state/*": P()})
     assert {c.count for c in plan.collectives} == {1}
     assert autopar.verify(plan, model.step, *args).ok
 

@@ -153,7 +153,7 @@ def test_every_form_has_a_name() -> None:
     [("gpt-toy-scan", 1, "data parallel"), ("gpt-toy", 2, "data parallel over x (4 ways)")],
 )
 def test_the_batch_is_followed_through_scans_and_microbatches(name: str, microbatches: int, forms: str) -> None:
-    model = zoo.build(name)
+    model = zoo.build(name, batch=64)
     args = model.abstract_args()
     plan = planned(model.step, args, {"batch/*": P("x"), "state/*": P()}, (4,), num_microbatches=microbatches)
     text = describe(plan)
