@@ -182,12 +182,12 @@ def to_caller(result: Any, leaves: Sequence[Any]) -> Any:
 
 def is_plain(tree: Any) -> bool:
     """Whether results with this structure are plain pytrees of arrays, which `to_caller` returns unchanged."""
-    return not _wrappers(tree, Returned, Node, Static)
+    return next(_wrappers(tree, Returned, Node, Static), None) is None
 
 
 def unchanged_leaves(tree: Any) -> frozenset[int]:
     """Argument leaves that a step does not change, from the structure of its results: they must not be donated."""
-    return frozenset(x.leaf for x in _wrappers(tree, Unchanged))
+    return frozenset(wrapper.unflatten(()).leaf for wrapper in _wrappers(tree, Unchanged))
 
 
 # While tracing
@@ -390,12 +390,14 @@ def _has(tree: Any, *kinds: type) -> bool:
     return any(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=_is(*kinds)))
 
 
-def _wrappers(tree: Any, *kinds: type) -> list[Any]:
-    """Wrappers of these kinds in a structure."""
+def _wrappers(tree: Any, *kinds: type) -> Iterator[Any]:
+    """Structures of the wrappers of these kinds in a structure."""
     node = tree.node_data()
     if node is not None and issubclass(node[0], kinds):
-        return [jax.tree.unflatten(tree, range(tree.num_leaves))]
-    return [wrapper for child in tree.children() for wrapper in _wrappers(child, *kinds)]
+        yield tree
+        return
+    for child in tree.children():
+        yield from _wrappers(child, *kinds)
 
 
 def check_function(caller: str, fn: Any) -> None:

@@ -259,6 +259,13 @@ class Graph:
         """Value -> where it is read: body by body, in each in program order."""
         return {value: self.uses_of(value) for value in self._readers}
 
+    def is_zero(self, atom: Atom) -> bool:
+        """True for a literal zero, and for an array of zeros that a broadcast makes."""
+        producer = self.producers.get(atom) if isinstance(atom, int) else None
+        if producer is not None and producer.name == "broadcast_in_dim":
+            return self.is_zero(producer.inputs[0])
+        return is_zero(atom)
+
     def uses_of(self, value: int) -> tuple[Use, ...]:
         """Where one value is read, in the order of `uses`."""
         uses: list[Use] = []

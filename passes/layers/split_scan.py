@@ -29,7 +29,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.cost_models.flops import work
-from autopar.ir.graph import Atom, Copier, Graph, Op, Type, is_zero, numbered
+from autopar.ir.graph import Atom, Copier, Graph, Op, Type, numbered
 from autopar.ir.op_sets import ADDITIONS
 
 PieceBounds = tuple[tuple[int, int], ...]
@@ -76,16 +76,8 @@ def _sums(graph: Graph, op: Op) -> Iterator[int]:
         value = carried = body.inputs[num_constants + k]
         while len(uses := graph.uses_of(value)) == 1 and uses[0].op is not None and uses[0].op.name in ADDITIONS:
             value = uses[0].op.outputs[0]
-        if carried != value == body.outputs[k] and len(uses) == 1 and _is_zero(graph, op.inputs[num_constants + k]):
+        if carried != value == body.outputs[k] and len(uses) == 1 and graph.is_zero(op.inputs[num_constants + k]):
             yield k
-
-
-def _is_zero(graph: Graph, atom: Atom) -> bool:
-    """True for a literal zero, and for an array of zeros that a broadcast makes."""
-    producer = graph.producers.get(atom) if isinstance(atom, int) else None
-    if producer is not None and producer.name == "broadcast_in_dim":
-        return _is_zero(graph, producer.inputs[0])
-    return is_zero(atom)
 
 
 def piece_bounds(length: int, pieces: int) -> PieceBounds:

@@ -30,9 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-import numpy as np
-
-from autopar.ir.graph import Atom, Constant, Graph, Op, Repeats, is_zero
+from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
 from autopar.jax_compat import REMAT, scan_counts
 
@@ -131,14 +129,8 @@ def _accumulators(graph: Graph, op: Op, marks: _Marks) -> None:
         parts = [a for a in add.inputs if a != carry]
         same = graph.type_of(total) == graph.types[carry] and graph.types[carry].rank > 0
         read_once = len(parts) == 1 and body.reads.get(parts[0]) == 1
-        if same and read_once and _is_zeros(graph, op.inputs[constants + j]) and _leave(body, parts[0], marks):
+        if same and read_once and graph.is_zero(op.inputs[constants + j]) and _leave(body, parts[0], marks):
             marks.accumulators[add.index] = carry
-
-
-def _is_zeros(graph: Graph, atom: Atom) -> bool:
-    """Whether a value is a broadcast of a literal zero."""
-    producer = graph.producers.get(atom) if isinstance(atom, int) else None
-    return producer is not None and producer.name == "broadcast_in_dim" and is_zero(producer.inputs[0])
 
 
 def _left(graph: Graph, repeats: Repeats, marks: _Marks) -> None:
@@ -184,11 +176,7 @@ def _leave(body: _Body, value: Atom, marks: _Marks) -> bool:
 
 def _splits(body: _Body, op: Op) -> bool:
     """Whether an operation can return the part of each device; a scatter can if it adds to zeros."""
-    if op.name != "scatter-add":
-        return op.name in SPLIT
-    zeros = body.producer.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
-    filled = zeros.inputs[0] if zeros is not None and zeros.name == "broadcast_in_dim" else None
-    return isinstance(filled, Constant) and not np.any(filled.value)
+    return op.name in SPLIT and (op.name != "scatter-add" or body.graph.is_zero(op.inputs[0]))
 
 
 def _find(body: _Body, ops: Sequence[Op], marks: _Marks) -> None:
