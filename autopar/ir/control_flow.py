@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from autopar import jax_compat
-from autopar.ir.graph import Atom, Op, Region
+from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.ir.op_sets import ADDITIONS
 
 #: Operands of a body -> its results.
 BodyFunction = Callable[[Sequence[Any]], Sequence[Any]]
@@ -63,6 +64,19 @@ def entries(op: Op) -> Iterator[Entry]:
 def num_carries(op: Op) -> int:
     """The number of results, from the first, that the next iteration reads."""
     return jax_compat.scan_counts(op.params)[1] if op.name == "scan" else len(op.outputs) if op.name == "while" else 0
+
+
+def sums(graph: Graph, op: Op) -> Iterator[tuple[int, tuple[Op, ...]]]:
+    """Carries of a scan that start from zero and are only added to: position, and the additions of one iteration."""
+    constants, carries = jax_compat.scan_counts(op.params)
+    (body,) = op.regions
+    for k in range(carries):
+        value, additions = body.inputs[constants + k], list[Op]()
+        while len(uses := graph.uses_of(value)) == 1 and uses[0].op is not None and uses[0].op.name in ADDITIONS:
+            additions.append(uses[0].op)
+            value = additions[-1].outputs[0]
+        if additions and value == body.outputs[k] and len(uses) == 1 and graph.is_zero(op.inputs[constants + k]):
+            yield k, tuple(additions)
 
 
 def scan(op: Op, operands: Sequence[Any], body: BodyFunction) -> list[Any]:

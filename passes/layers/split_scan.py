@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ import jax
 
 from autopar import jax_compat
 from autopar.cost_models.flops import work
+from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Copier, Graph, Op, Type, numbered
-from autopar.ir.op_sets import ADDITIONS
 
 PieceBounds = tuple[tuple[int, int], ...]
 """(first iteration, last iteration + 1) of every piece."""
@@ -66,18 +66,6 @@ def _is_over_layers(graph: Graph, op: Op, varying: set[int]) -> bool:
     parameter_bytes = sum(t.nbytes for t in parameters) if any(t.rank > 2 for t in parameters) else 0
     batch_bytes = sum(graph.types[v].nbytes for v in stacked if v in varying)
     return parameter_bytes > batch_bytes and (op.trips or 0) > 1 and not op.equation.effects and work(graph, op) > 0
-
-
-def _sums(graph: Graph, op: Op) -> Iterator[int]:
-    """Positions of the carries of a scan that start from zero and are only added to."""
-    num_constants, num_carries = jax_compat.scan_counts(op.params)
-    (body,) = op.regions
-    for k in range(num_carries):
-        value = carried = body.inputs[num_constants + k]
-        while len(uses := graph.uses_of(value)) == 1 and uses[0].op is not None and uses[0].op.name in ADDITIONS:
-            value = uses[0].op.outputs[0]
-        if carried != value == body.outputs[k] and len(uses) == 1 and graph.is_zero(op.inputs[num_constants + k]):
-            yield k
 
 
 def piece_bounds(length: int, pieces: int) -> PieceBounds:
@@ -150,7 +138,9 @@ class _Builder:
         slices = {
             k: [self._operand_piece(a, k, span, op) for a in stacked] for k, span in order
         }  # all before the first piece
-        sums: dict[int, list[int]] = {k: [] for k in _sums(self.original, op)} if op.phase != "forward" else {}
+        sums: dict[int, list[int]] = (
+            {k: [] for k, _ in control_flow.sums(self.original, op)} if op.phase != "forward" else {}
+        )
         results_of: dict[int, tuple[int, ...]] = {}
         for k, span in reversed(order) if op.params["reverse"] else order:
             if results_of:

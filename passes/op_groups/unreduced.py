@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
 from autopar.jax_compat import REMAT, scan_counts
@@ -119,17 +120,13 @@ def _accumulators(graph: Graph, op: Op, marks: _Marks) -> None:
     Nothing else reads the carry, so that it is only known when the loop has ended.
     """
     region = op.regions[0]
-    constants, carries = scan_counts(op.params)
+    constants, _ = scan_counts(op.params)
     body = _Body.of(graph, region.ops, region.outputs)
-    for j in range(carries):
-        carry, total = region.inputs[constants + j], region.outputs[j]
-        add = body.producer.get(total) if isinstance(total, int) else None
-        if add is None or add.name not in ADDITIONS or body.reads[total] != 1 or body.reads.get(carry) != 1:
-            continue
+    for position, additions in control_flow.sums(graph, op):
+        carry, zeros, add = region.inputs[constants + position], op.inputs[constants + position], additions[0]
         parts = [a for a in add.inputs if a != carry]
-        same = graph.type_of(total) == graph.types[carry] and graph.types[carry].rank > 0
-        read_once = len(parts) == 1 and body.reads.get(parts[0]) == 1
-        if same and read_once and graph.is_zero(op.inputs[constants + j]) and _leave(body, parts[0], marks):
+        alone = len(additions) == 1 and len(parts) == 1 and body.reads.get(parts[0]) == 1
+        if alone and graph.types[carry].rank and isinstance(zeros, int) and _leave(body, parts[0], marks):
             marks.accumulators[add.index] = carry
 
 
