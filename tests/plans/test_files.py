@@ -387,7 +387,7 @@ def products_in_a_loop(x: jax.Array, y: jax.Array) -> Any:
 @cache
 def planned_in_a_loop() -> Plan:
     """The sum stays partial over all iterations."""
-    args, options = (array(3, 32, 16), array(3, 32, 8)), {"mesh": {"x": 8}, "cluster": CLUSTER}
+    args, options = (array(3, 32, 16), array(3, 32, 8)), {"mesh": {"x": 8}, "cluster": "dgx-h100"}
     return autopar.plan(products_in_a_loop, *args, **options, pins={"*": P(None, "x")})
 
 
