@@ -163,11 +163,9 @@ def _leave(body: _Body, value: Atom, marks: _Marks) -> bool:
     if op.name != REMAT and op.name != "scan":
         return False
     region, position = op.regions[0], op.outputs.index(value)
-    atom = region.outputs[position]
-    if op.name == "scan" and position < scan_counts(op.params)[1]:
-        add = next((o for o in region.ops if atom in o.outputs), None)
-        return add is not None and add.index in marks.accumulators
-    inner = _Body.of(body.graph, region.ops, region.outputs)
+    if op.name == "scan" and position < control_flow.num_carries(op):
+        return region.inputs[scan_counts(op.params)[0] + position] in marks.accumulators.values()
+    inner, atom = _Body.of(body.graph, region.ops, region.outputs), region.outputs[position]
     return inner.reads.get(atom) == 1 and _leave(inner, atom, marks)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar import jax_compat
-from autopar.ir.control_flow import num_carries
+from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import PARTIAL, Layout, cuts, partial_axes, replicated
 from autopar.passes.op_groups import unreduced
@@ -94,9 +94,8 @@ class _Program:
     @cached_property
     def carries_from(self) -> Mapping[str, int]:
         """Where a loop begins a sum that may be partial, "op12.in3" -> the value of its carry in the body."""
-        scans = ((op, jax_compat.scan_counts(op.params)[0]) for op in self.graph.walk() if op.name == "scan")
-        entered = ((f"{op.tag}.in{k}", v) for op, n in scans for k, v in enumerate(op.regions[0].inputs) if k >= n)
-        return {site: value for site, value in entered if value in self.deferral.carries}
+        entered = ((op.tag, entry) for op in self.graph.walk() for entry in entries(op))
+        return {f"{tag}.in{e.position}": e.value for tag, e in entered if e.value in self.deferral.carries}
 
     @cached_property
     def rules(self) -> Mapping[int, Rule]:
