@@ -12,7 +12,8 @@
     x * 1, x / 1, x + 0, x - 0      x                                                 algebraic_simplifier.cc
     dot without contraction         a multiplication of two broadcasts                algebraic_simplifier.cc
     dot of vectors                  a multiplication and a reduction                  algebraic_simplifier.cc
-    gather of windows               windows one after the other, and a transpose      gather_simplifier.cc
+    gather of windows               windows one after the other, and a transpose,     gather_simplifier.cc
+                                    which is copied for a loop
     ragged_dot_general              a product of one masked copy per group            ragged_dot_rewriter.cc
 
 Each was read off compiled programs; the paths are those of openxla/xla, except where they say otherwise.
@@ -295,9 +296,21 @@ def _leads_with_windows(p: Program, op: Op) -> bool:
 
 
 def _gather_and_transpose(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    gathered = p.new(op.outputs[0])
+    """A loop reads a copy of the transpose in its own order; what else reads it reads the windows as gathered."""
+    gathered, looped = p.new(op.outputs[0]), [_is_loop(use.op) for use in p.graph.uses.get(op.outputs[0], ())]
     frame.steps.append(Step(op, op.name, KERNEL, values(p.operands(op)), (gathered,), after))
-    frame.steps.append(Step(op, "turn", LIGHT, (gathered,), op.outputs))
+    if not any(looped):
+        frame.steps.append(Step(op, "turn", LIGHT, (gathered,), op.outputs))
+    elif all(looped):
+        frame.steps.append(Step(op, "copy", KERNEL, (gathered,), op.outputs))
+    else:
+        transposed = p.new(op.outputs[0])
+        frame.steps.append(Step(op, "turn", KERNEL, (gathered,), (transposed,)))
+        frame.steps.append(Step(op, "copy", KERNEL, (transposed, gathered), op.outputs))
+
+
+def _is_loop(reader: Op | None) -> bool:
+    return reader is not None and reader.name in ("scan", "while")
 
 
 # Masks

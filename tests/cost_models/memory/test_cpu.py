@@ -234,6 +234,21 @@ def test_gathered_columns_are_gathered_as_rows_first(axis: int, arrays: int) -> 
     assert sum(count for name, count in counts.items() if name.startswith("f32")) == arrays
 
 
+@pytest.mark.parametrize(("also_read", "arrays"), [(False, 2), (True, 3)])
+def test_gathered_columns_that_a_loop_reads_are_copied_behind_their_transposition(also_read: bool, arrays: int) -> None:
+    """As many temporaries as XLA:CPU has (JAX 0.10.2); what else reads the columns reads them as gathered."""
+
+    def fn(x: Any, rows: Any) -> Any:
+        taken = x.at[:, rows].get(mode="clip")
+        total = jax.lax.fori_loop(
+            0, 32, lambda n, total: total + jax.lax.dynamic_index_in_dim(taken, n, 1, False), x[:, 0]
+        )
+        return total + taken[:, 7] if also_read else total
+
+    args = array("float32", 512, 64, 3), array("int32", 32)
+    assert kept(fn, args)["f32[512,32,3]"] == arrays
+
+
 def test_a_window_that_is_added_to_zeros_and_then_to_an_array_needs_no_zeros() -> None:
     """Gradients of the parts of one projection."""
 
