@@ -372,8 +372,8 @@ def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Seque
 
     def run(*shards: Any) -> list[Any]:
         if along:
-            gather = cudnn.gathers(rule)
-            results = context_parallel.run(op.name, bind, op.params, shards, along, devices, gather=gather)
+            ways = {"gather": cudnn.gathers(rule), "ring": op.tag in context.stage.rings}
+            results = context_parallel.run(op.name, bind, op.params, shards, along, devices, **ways)
         else:
             results = bind(shards, op.params)
         for i, dims in enumerate(rule.results):

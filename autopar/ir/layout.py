@@ -55,11 +55,13 @@ class ProgramLayouts:
         values: bound value -> its layout.
         uses: site -> layout, if it differs from that of the value.
         copies: bound value -> layout of the copy that its readers share, if it differs from that of the value.
+        rings: tags of the operations whose devices pass pieces of operands round, instead of gathering them.
     """
 
     values: Mapping[int, Layout]
     uses: Mapping[str, Layout]
     copies: Mapping[int, Layout]
+    rings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from autopar.passes.intra_op.time_spent import Spent
 from autopar.plans.validation.schema import Listed, Packed
 from autopar.version import VERSION
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Stage:
         collectives: predicted communication inside the stage.
         graph_hash: hash of the program that `values`, `uses` and `copies` number; "": the program of the plan.
         over_time: what a device holds in the course of the step, at some moments; empty in a pipeline.
+        rings: tags of the operations, such as "op12", whose devices pass pieces of operands round, instead of gathering
+            them.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Stage:
     collectives: tuple[Collective, ...] = ()
     graph_hash: str = ""
     over_time: tuple[Moment, ...] = ()
+    rings: tuple[str, ...] = ()
 
     def busy(self, microbatches: int) -> Mapping[str, float]:
         """Pass -> predicted seconds per step."""

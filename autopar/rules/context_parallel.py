@@ -13,6 +13,8 @@ parts are merged (Dao et al., 2022, section 3.1):
     L = log(exp(L_1) + exp(L_2))         o = exp(L_1 - L) o_1 + exp(L_2 - L) o_2
 
 The kernel of the backward pass reads L and o of the whole row, so that the gradients of both parts add up.
+
+Or devices pass their pieces of keys and values round, and gather none (`autopar.rules.ring`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jax import lax
 
 from autopar.rules import cudnn
 from autopar.rules.block_pairs import BlockPairs
+from autopar.rules.ring import Ring, backward, forward
 
 Params = Mapping[str, Any]
 #: Runs the operation with these operands and parameters.
@@ -67,7 +70,15 @@ class _Block:
 
 
 def run(
-    name: str, bind: Bind, params: Params, shards: Sequence[Any], axes: tuple[str, ...], count: int, *, gather: bool
+    name: str,
+    bind: Bind,
+    params: Params,
+    shards: Sequence[Any],
+    axes: tuple[str, ...],
+    count: int,
+    *,
+    gather: bool,
+    ring: bool,
 ) -> list[Any]:
     """The results of a device for its piece of the queries.
 
@@ -80,10 +91,13 @@ def run(
         count: number of devices along these axes.
         gather: keys and values are pieces too, and so are their gradients. Otherwise both are whole, and the gradients
             those over the queries of this device.
+        ring: pieces are passed round.
     """
     dim, (q, k, v, *rest) = cudnn.position_dim(params), shards
     if gather and "bwd" in name:  # or the compiler keeps what the forward pass has gathered until here
         k, v, *rest = lax.optimization_barrier((k, v, *rest))
+    if ring:
+        return _in_ring(name, bind, params, (q, k, v, *rest), Ring(axes, count, dim, cudnn.is_causal(params)))
     if gather:
         k, v = (lax.all_gather(x, axes, axis=dim, tiled=True) for x in (k, v))
     operands = q, k, v, *rest
@@ -92,6 +106,21 @@ def run(
         return [*results]
     of_keys = (lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) for x in results[1:3])
     return [results[0], *of_keys, *results[3:]]
+
+
+def _in_ring(name: str, bind: Bind, params: Params, operands: Sequence[Any], ring: Ring) -> list[Any]:
+    """The results from pieces of keys and values that are passed round."""
+    q, k, v, *rest = operands
+    unused, row = (rest[:-3], rest[-3:]) if "bwd" in name else (rest, [])
+
+    def attend(queries: Sequence[Any], keys: Sequence[Any], causal: bool) -> Sequence[Any]:
+        masked = _under(params, "CAUSAL" if causal else "NO_MASK")
+        return bind((queries[0], *keys, *unused, *queries[1:]), masked)
+
+    if row:
+        return [*backward(ring, attend, (q, *row), (k, v))]
+    results = forward(ring, attend, (q,), (k, v))
+    return [*results] if params["is_training"] else [results[0]]
 
 
 def _causal(

@@ -6,9 +6,9 @@
 Batch `b` and heads `n` are free: every score belongs to one example and one head. With fewer heads of keys than of
 queries (grouped queries), a cut keeps groups whole: the factor has as many shards as the greatest common divisor of
 both counts. Positions of queries `t` are free as well (context parallelism): a device has all keys and values, or its
-piece of them if there are as many as queries, and gathers the others -> `autopar.rules.context_parallel`. The
-dimensions of a head need replication. JAX's own rule for these operations gives every operand factors of its own, which
-its `partition` then refuses, so it is of no use here.
+piece of them if there are as many as queries. Then it gathers the others, or receives them in a ring
+-> `autopar.rules.context_parallel`. The dimensions of a head need replication. JAX's own rule for these operations
+gives every operand factors of its own, which its `partition` then refuses, so it is of no use here.
 
 What one device lacks is combined after the call, along the axes that cut a factor which a result does not have: the
 gradients of keys and values over queries, and that of a bias that all examples share, are sums; the largest magnitudes
@@ -155,7 +155,8 @@ def rule(name: str, params: Params, operands: Sequence[Shape], results: Sequence
     ]
     need = [*(FACTORS.index(letter) for letter in kept), *range(len(FACTORS), len(sizes))]
     own = Rule(dims[0], dims[1], tuple(sizes), (), tuple(sorted(need)), "autopar")
-    return replace(own, sent=_sent(name, params, own))
+    own = replace(own, rings=(POSITIONS,) if _may_ring(params, own) else ())
+    return replace(own, sent=_sent(name, params, own), passing=_passing(name, len(operands)) if own.rings else ())
 
 
 def _heads_of_keys(operands: Sequence[tuple[Shape, tuple[str, ...]]]) -> list[int]:
@@ -177,6 +178,11 @@ def gathers(own: Rule) -> bool:
     return POSITIONS in own.operands[1]
 
 
+def _may_ring(params: Params, own: Rule) -> bool:
+    """Whether pieces of keys and values may be passed round: a bias would have to be cut like them."""
+    return POSITIONS in own.free and gathers(own) and not any(params.get("variadic_args", ()))
+
+
 def _sent(name: str, params: Params, own: Rule) -> tuple[Sent, ...]:
     """The collectives of an operation with this rule, wherever it is cut -> `autopar.rules.context_parallel`."""
     produced = {f for dims in own.results for f in dims if f in own.free}
@@ -188,24 +194,55 @@ def _sent(name: str, params: Params, own: Rule) -> tuple[Sent, ...]:
     ]
     if POSITIONS not in own.free:
         return tuple(inside)
-    keys = [i for i, word in enumerate(_words(OPERANDS[name], count) + RESULTS[name]) if word in "kv"]
+    keys, ring = _keys(name, count), False if own.rings else None
     if gathers(own):
-        inside.extend(Sent("all-gather" if i < count else "reduce-scatter", i, (POSITIONS,)) for i in keys)
+        kinds: tuple[Literal["all-gather", "reduce-scatter"], ...] = ("all-gather", "reduce-scatter")
+        inside.extend(Sent(kinds[i >= count], i, (POSITIONS,), ring=ring) for i in keys)
+    if own.rings:  # gradients go round in float32, and return in the end
+        inside.extend(Sent("collective-permute", i, (POSITIONS,), hops=-1, ring=True) for i in keys if i < count)
+        inside.extend(Sent("collective-permute", i, (POSITIONS,), 2.0, hops=0, ring=True) for i in keys if i >= count)
     if is_causal(params):  # in two halves
         cut = [i for i, dims in enumerate(arrays) if POSITIONS in dims and i not in keys]
         inside.extend(exchanged(cut, POSITIONS))
+        inside.extend(replace(sent, ring=True) for sent in exchanged(keys if own.rings else (), POSITIONS))
     return tuple(inside)
 
 
-def whole_keys(name: str, params: Params, own: Rule) -> float:
-    """Arrays as large as all keys that a device has in memory while it runs a piece of the positions.
+def _keys(name: str, count: int) -> list[int]:
+    """Keys and values, and gradients of both, among operands and results; `count`: the operands."""
+    return [i for i, word in enumerate(_words(OPERANDS[name], count) + RESULTS[name]) if word in "kv"]
 
-    Keys and values; gradients of both before they are reduced, and their sums in float32 under a causal mask.
+
+#: A forward pass adds to its output in float32 for each piece, 2 + 2 reads and writes of as many bytes, and writes and
+#: reads what it adds. A backward pass does so with all its gradients. Both read their operands.
+_ADDED = 6.0
+
+
+def _passing(name: str, count: int) -> tuple[tuple[int, float], ...]:
+    """How often a device reads and writes arrays for each piece that it receives: see `Rule.passing`."""
+    operands = [(i, 1.0) for i, word in enumerate(_words(OPERANDS[name], count)) if word in "qkvo"]
+    results = [(count + i, _ADDED) for i, word in enumerate(RESULTS[name]) if word in "oqkv"]
+    return (*operands, *results)
+
+
+def workspace(name: str, params: Params, own: Rule, *, ring: bool) -> tuple[float, float, float]:
+    """Arrays as large as all keys, as a device's piece of them, and as its piece of the queries, besides operands and
+    results, that a device has in memory while it runs a piece of the positions.
+
+                            gathered                              passed round, what is sent and what is received
+        of keys             keys and values, gradients of both    keys and values, gradients in float32, before
+                            and their sums in float32 if causal   and after they are added to, and those of a block
+        of queries          if causal, operands in the order of   the same, and the result in float32
+                            their blocks, and the result of one
     """
     if not gathers(own):
-        return 0.0
-    gradients = (6.0 if is_causal(params) else 2.0) if "bwd" in name else 0.0
-    return 2.0 + gradients
+        return 0.0, 0.0, 0.0
+    backward, causal = "bwd" in name, is_causal(params)
+    in_blocks = (3.0 if backward else 1.0) * causal  # queries; output and its gradient
+    if ring:
+        return 0.0, 14.0 if backward else 4.0, in_blocks + 3.0
+    gradients = (6.0 if causal else 2.0) if backward else 0.0
+    return 2.0 + gradients, 0.0, in_blocks + causal
 
 
 # FLOPs

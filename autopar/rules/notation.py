@@ -37,6 +37,9 @@ class Rule:
         origin: "shardy", "autopar", "custom_partitioning" (what the operation says), or "user".
         sent: collectives of the devices that run it together, besides those that reduce partial sums.
         unread: positions of operands that no result depends on, in whatever layout they are.
+        rings: factors whose pieces may be passed round by the devices that they are cut over, instead of gathered.
+        passing: (array, times) of operands and results together: how often a device reads or writes its piece for each
+            piece that it receives in such a ring.
     """
 
     operands: tuple[Dims, ...]
@@ -47,6 +50,8 @@ class Rule:
     origin: str = "shardy"
     sent: tuple[Sent, ...] = ()
     unread: tuple[int, ...] = ()
+    rings: tuple[int, ...] = ()
+    passing: tuple[tuple[int, float], ...] = ()
 
     @property
     def free(self) -> tuple[int, ...]:

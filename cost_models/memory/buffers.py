@@ -35,7 +35,7 @@ from autopar.cost_models.compiler.written_values import Written, written
 from autopar.cost_models.memory.copies import add_copies
 from autopar.cost_models.memory.sizes import Buffer, End, Sizes
 from autopar.cost_models.sharding.groups import WHOLE, Binding, Model, source_dims
-from autopar.cost_models.sharding.strategies import NOTHING, REDUCE_SCATTER, StrategySet
+from autopar.cost_models.sharding.strategies import NOTHING, REDUCE_SCATTER, RING, StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import ATTENTION
@@ -261,7 +261,7 @@ class _Values:
             return
         group = b.model.grouping.groups[binding.group]
         s, kind = group.strategies, b.kind(v)
-        if group.op == step.op.index and s.after.any():
+        if group.op == step.op.index and (s.after > NOTHING).any():
             key = ("unsummed", s.index, binding.dims, kind, written)
             at = b.at(key, lambda: self._wholes(s, written) * b.piece_bytes(s, binding.dims, kind, assigned=True))
             b.add("unsummed", v, moment, moment, at, node=binding.group)
@@ -273,25 +273,32 @@ class _Values:
         self.sizes.add("workspace", v, moment, moment, at)
 
     def _gathered(self, v: int, op: Op, moment: int) -> None:
-        """Keys and values that devices gather inside attention whose positions are cut, and gradients of both."""
+        """What devices gather or pass round inside attention whose positions are cut."""
         b, rule = self.sizes, self.sizes.model.grouping.rules[op.signature]
-        group, count = b.model.grouping.bindings[v].group, cudnn.whole_keys(op.name, op.params, rule)
-        s, keys = b.model.grouping.groups[group].strategies, cast(int, op.inputs[1])
-        dims = tuple(WHOLE if f == cudnn.POSITIONS else f for f in rule.operands[1])
+        if not cudnn.gathers(rule):
+            return
+        group = b.model.grouping.bindings[v].group
+        s, queries, keys = b.model.grouping.groups[group].strategies, *cast(tuple[int, int], op.inputs[:2])
+        whole = tuple(WHOLE if f == cudnn.POSITIONS else f for f in rule.operands[1])
+        kinds, pieces = (b.kind(keys), b.kind(queries)), (whole, rule.operands[1], rule.operands[0])
+        counts = tuple(cudnn.workspace(op.name, op.params, rule, ring=ring) for ring in (False, True))
 
         def nbytes() -> Floats:
-            return count * (s.assigned == cudnn.POSITIONS).any(1) * b.piece_bytes(s, dims, b.kind(keys), assigned=True)
+            of = (kinds[0], kinds[0], kinds[1])
+            each = [b.piece_bytes(s, dims, kind, assigned=True) for dims, kind in zip(pieces, of, strict=True)]
+            gathered, passed = np.array(counts) @ np.array(each)
+            is_cut, is_ring = (s.assigned == cudnn.POSITIONS).any(1), (s.after == RING).any(1)
+            return np.where(is_ring, passed, np.where(is_cut, gathered, 0.0))
 
-        if count:
-            at = b.at(("gathered", s.index, dims, b.kind(keys), count), nbytes)
-            b.add("workspace", v, moment, moment, at, node=group)
+        at = b.at(("gathered", s.index, pieces, kinds, counts), nbytes)
+        b.add("workspace", v, moment, moment, at, node=group)
 
     def _wholes(self, s: StrategySet, written: bool) -> Floats:
         """How many pieces as large as before its sums a product has while they are made, under each strategy."""
-        scattered, summed = (s.after == REDUCE_SCATTER).any(1), (s.after != NOTHING).any(1)
+        scattered, summed = (np.any(of, 1).astype(np.float64) for of in (s.after == REDUCE_SCATTER, s.after > NOTHING))
         if self.sizes.backend.sums_in_place:
-            return (scattered if written else summed) * 1.0
-        return summed * 1.0 + scattered  # without a reduce-scatter, the sum is whole as well before a piece is kept
+            return scattered if written else summed
+        return summed + scattered  # without a reduce-scatter, the sum is whole as well before a piece is kept
 
 
 def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The treatment of a partial sum along an axis; NOTHING, the least code, where there is none.
-NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(4)
+# What devices do along an axis besides the operation: from ALL_REDUCE on, with the partial sums that it leaves. RING:
+# they pass pieces of operands round while they run it, and gather none.
+RING, NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(-1, 4)
 
 Factors = NDArray[np.int16]
 """Shape (strategies, mesh axes)."""
@@ -34,7 +35,7 @@ class StrategySet:
         index: identity within one planning run; equal sets share it.
         assigned: factor that each axis cuts during execution, shape (n, axes).
         result: factor of the results that each axis cuts, shape (n, axes).
-        after: treatment of the partial sum along each axis, NOTHING to DEFERRED, shape (n, axes).
+        after: what devices do along each axis besides, RING to DEFERRED, shape (n, axes).
         cost: seconds of one execution, shape (n,).
         sizes: extent of each factor.
         projections: cache of `autopar.cost_models.sharding.groups.projection`; equal sets of several problems share it.

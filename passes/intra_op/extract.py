@@ -1,9 +1,10 @@
 """Extracts a plan from a solution: the layout of every value and use, and the collectives between them.
 
-The six parts are
+The seven parts are
 
     layout of a value    its dimensions under the strategy of its group                               -> layouts
     layout at a use      its dimensions under the strategy of the reader's group                      -> layouts
+    rings                operations whose devices pass pieces of operands round                       -> layouts
     reshards             steps from the layout of a value to that of its copy, and from there to each use  -> _reshards
     partial sums         reduce-scatters, then one joint all-reduce, per operation                    -> _sums
     the user's own       what the body of a `shard_map` sends                                         -> _manual
@@ -20,7 +21,7 @@ import numpy as np
 
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.sharding.groups import Binding, Charge, Model, OpGroup, Use
-from autopar.cost_models.sharding.strategies import ALL_REDUCE, REDUCE_SCATTER, padding, share, shares
+from autopar.cost_models.sharding.strategies import ALL_REDUCE, NOTHING, REDUCE_SCATTER, RING, padding, share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.control_flow import entries
@@ -60,7 +61,8 @@ def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
                 uses[use.site] = wanted
         elif wanted != values[use.value]:
             uses[use.site] = wanted
-    return ProgramLayouts(values, uses, {v: c for v, c in copies.items() if c != values[v]})
+    rings = tuple(f"op{c.op}" for c, choice in zip(groups, choices, strict=False) if c.op >= 0 and _is_ring(c, choice))
+    return ProgramLayouts(values, uses, {v: c for v, c in copies.items() if c != values[v]}, rings)
 
 
 def through(binding: Binding, wanted: Layout) -> Layout:
@@ -206,7 +208,7 @@ def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
     sums: dict[tuple[int, int, int], tuple[tuple[str, tuple[int, ...], int], ...]] = {}
     for index, c in enumerate(model.grouping.groups):
         choice = int(assignment[index])
-        if c.op < 0 or not c.strategies.after[choice].any():
+        if c.op < 0 or not (c.strategies.after[choice] > NOTHING).any():
             continue
         op = graph.by_index[c.op]
         key = (op.signature, c.strategies.index, choice)
@@ -236,15 +238,21 @@ def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
         rule = rules[op.signature]
         arrays = [*map(graph.type_of, op.inputs), *(graph.types[v] for v in op.outputs)]
         cut = c.strategies.assigned[choice : choice + 1]
-        each = shares(cut, c.strategies.sizes, mesh.sizes)
+        each, passed = shares(cut, c.strategies.sizes, mesh.sizes), _is_ring(c, choice)
         for i, collective in enumerate(rule.sent):
             along = [axis for axis, f in enumerate(cut[0].tolist()) if f in collective.factors]
-            if math.prod(mesh.sizes[axis] for axis in along) >= collective.least:
+            devices = math.prod(mesh.sizes[axis] for axis in along)
+            if devices >= collective.least and collective.ring in (None, passed):
                 names = tuple(mesh.names[axis] for axis in along)
                 piece = float(share(each, collective.dims((*rule.operands, *rule.results)[collective.array]))[0])
                 nbytes = max(1, round(collective.share * arrays[collective.array].nbytes * piece))
-                count = max(1, round(c.weight))
+                count = max(1, round(c.weight)) * collective.times(devices)
                 yield (op.index, 200 + i), Collective(collective.kind, names, nbytes, count, op.tag, op.source)
+
+
+def _is_ring(c: OpGroup, choice: int) -> bool:
+    """Whether devices pass pieces of the operands of a group's operation round."""
+    return bool((c.strategies.after[choice] == RING).any())
 
 
 def sums_of(

@@ -7,11 +7,15 @@ strategy also determines what happens to the partial sums along the axis:
     REDUCE_SCATTER  they are summed, and the axis cuts a dimension of the result
     DEFERRED        they are left to the consumers, if a linear operation can use them
 
+What devices gather inside the operation, keys and values of attention, they may as well pass round along the axes that
+cut them (RING).
+
 Every strategy has two layouts: `assigned`, the factor that each axis cuts during execution, which is the layout that
 the operands must have, and `result`, that of the results afterwards (a factor, REPLICATED, or PARTIAL).
 
     seconds = roofline(flops / parts, local bytes) + sum of the collectives that reduce partial sums       -> _cost
               + those of the devices that run a kernel together                                       -> _sent_cost
+              + the work of a device on what is passed round                                          -> _ring_cost
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from autopar.cost_models.sharding.strategies import (
     DEFERRED,
     NOTHING,
     REDUCE_SCATTER,
+    RING,
     Factors,
     StrategySet,
     piece_counts,
@@ -144,10 +149,11 @@ def _expand(
     picks = _product(list(range(len(options))), len(mesh.sizes))
     table = np.array(options, np.int16)
     assigned, after, onto = table[picks, 0], table[picks, 1], table[picks, 2]
-    result = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
+    result = np.where(after <= NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
     result[after == DEFERRED] = PARTIAL
     valid = _fits(assigned, rule.sizes, mesh.sizes, most_padding) & _fits(result, rule.sizes, mesh.sizes, most_padding)
     valid &= _scatters_in_order(after, result) & _defers_evenly(after, assigned, rule.sizes, mesh.sizes)
+    valid &= ~((after == RING).any(1) & (np.isin(assigned, rule.rings) & (after != RING)).any(1))  # one ring along all
     return assigned[valid], result[valid], after[valid].astype(np.int16)
 
 
@@ -183,6 +189,7 @@ def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
             # A factor that is neither in a result nor reduced cannot be cut: devices would have different results.
             if factor in produced or not rule.results:
                 options.append((factor, NOTHING, REPLICATED))
+                options.extend([(factor, RING, REPLICATED)] * (factor in rule.rings))
             continue
         if not work.combined:
             continue
@@ -241,7 +248,7 @@ def _defers_evenly(
     With a deferred sum, each cut of a contracted factor becomes a dimension of its own, so the cuts must be even.
     """
     uneven = (np.array(extents, np.int64) % piece_counts(assigned, len(extents), sizes) > 0)[:, None]
-    split = (after != NOTHING)[:, :, None] & (assigned[:, :, None] == np.arange(len(extents)))
+    split = (after > NOTHING)[:, :, None] & (assigned[:, :, None] == np.arange(len(extents)))
     return ~((after == DEFERRED).any(1) & (split & uneven).any((1, 2)))
 
 
@@ -256,7 +263,8 @@ def _cost(
             local += type_.nbytes * share(each, dims)
     efficiency = _product_efficiency(rule, each, work.in_groups, mesh) if work.product else 1.0
     cost = op_time(work.flops * each.prod(1), local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
-    return cost + _sum_cost(rule, work, assigned, result, after, mesh) + _sent_cost(rule, work, assigned, mesh)
+    cost = cost + _sum_cost(rule, work, assigned, result, after, mesh) + _sent_cost(rule, work, assigned, after, mesh)
+    return cost + _ring_cost(rule, work, assigned, after, mesh) if rule.rings else cost
 
 
 def _product_efficiency(
@@ -305,20 +313,38 @@ def _sum_cost(
     return cost
 
 
-def _sent_cost(rule: Rule, work: Work, assigned: Factors, mesh: LogicalMesh) -> NDArray[np.float64]:
+def _sent_cost(
+    rule: Rule, work: Work, assigned: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+) -> NDArray[np.float64]:
     """Seconds of the collectives of the devices that run an operation together, shape (n,)."""
     cost = np.zeros(len(assigned))
     types, dims = (*work.operands, *work.results), (*rule.operands, *rule.results)
+    each, passed = shares(assigned, rule.sizes, mesh.sizes), (after == RING).any(1)
     for sent in rule.sent:
         along = np.isin(assigned, sent.factors)
-        nbytes = (
-            sent.share * types[sent.array].nbytes * share(shares(assigned, rule.sizes, mesh.sizes), dims[sent.array])
-        )
+        here = True if sent.ring is None else passed == sent.ring
+        nbytes = sent.share * types[sent.array].nbytes * share(each, sent.dims(dims[sent.array]))
         for axes in _axis_sets(len(mesh.sizes)):
-            if math.prod(mesh.sizes[a] for a in axes) >= sent.least:
-                exactly = (along == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
-                cost += np.where(exactly, collective_time(sent.kind, nbytes, axes, mesh), 0.0)
+            devices = math.prod(mesh.sizes[a] for a in axes)
+            if devices >= sent.least:
+                exactly = here & (along == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
+                seconds = sent.times(devices) * collective_time(sent.kind, nbytes, axes, mesh)
+                cost += np.where(exactly, seconds, 0.0)
     return cost
+
+
+def _ring_cost(
+    rule: Rule, work: Work, assigned: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+) -> NDArray[np.float64]:
+    """Seconds in which a device reads and writes its pieces again for each piece that it receives, shape (n,).
+
+    The results of all pieces are merged one after the other, and two kernels run for each piece.
+    """
+    each = shares(assigned, rule.sizes, mesh.sizes)
+    types, dims = (*work.operands, *work.results), (*rule.operands, *rule.results)
+    nbytes = sum((times * types[i].nbytes * share(each, dims[i]) for i, times in rule.passing), np.zeros(len(assigned)))
+    received = np.where(after == RING, mesh.sizes, 1).prod(1) - 1
+    return received * op_time(0.0, nbytes, work.dtype, mesh.device, launches=2)
 
 
 def _axis_sets(axes: int) -> list[tuple[int, ...]]:

@@ -255,6 +255,16 @@ FITTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         put("- -", "stages", 0, "copies", "999"),
         r"field 'stages\[0\]\.copies\[999\]' is \(-1, -1\), expected no such field: the value has no layout",
     ),
+    "a ring that is not there": (
+        "whole",
+        put(["op99"], "stages", 0, "rings"),
+        r"field 'stages\[0\]\.rings' is 'op99', expected tags of attention that is cut along its positions",
+    ),
+    "a ring of no attention": (
+        "whole",
+        put(["op0"], "stages", 0, "rings"),
+        r"field 'stages\[0\]\.rings' is 'op0', expected tags of attention that is cut along its positions",
+    ),
     "microbatches of another program": ("parts", put(4, "num_microbatches"), r"field 'stages\[0\]\.graph_hash' is .*"),
     "recomputation of another program": ("parts", put("none", "remat", 0), r"field 'stages\[0\]\.graph_hash' is .*"),
     "a batch that is none": ("parts", put([0], "batch"), r"field 'stages\[0\]\.graph_hash' is .*"),
@@ -303,7 +313,7 @@ TEXTS = {
     "nested in a field": ('{"format":1,"notes":' + "[" * 100_000, "nested too deep"),
     "a key twice": ('{"format":1,"rows":1,"rows":2}', "key 'rows' is there twice"),
     "a number of many digits": ('{"format":1,"rows":' + "9" * 5000 + "}", "Exceeds the limit"),
-    "a format that is none": ('{"format":true}', r"format 4 \(found True\)"),
+    "a format that is none": ('{"format":true}', r"format 5 \(found True\)"),
     "no UTF-8": (b"\xff\xfe\x00", "can't decode"),
 }
 

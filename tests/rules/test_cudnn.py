@@ -10,6 +10,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from autopar.bench.equal.case import dear
 from autopar.codegen import emit
 from autopar.cost_models.flops import model_flops, work
 from autopar.errors import TraceError
-from autopar.ir.graph import Op
+from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
 from autopar.rules import cudnn, rules_of
@@ -384,6 +385,60 @@ def test_queries_cut_along_their_positions_equal_one_device(name: str) -> None:
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=0, atol=4e-3 * np.abs(theirs).max())
 
 
+def in_rings(plan: autopar.Plan, graph: Graph) -> autopar.Plan:
+    """The plan with keys and values passed round in all attention, whatever that costs."""
+    tags = tuple(op.tag for op in graph.walk() if op.name in ATTENTION)
+    return replace(plan, stages=(replace(plan.stages[0], rings=tags),))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", [n for n in CONTEXT if "bias" not in n and "fewer" not in n])
+def test_keys_and_values_passed_round_equal_one_device(name: str) -> None:
+    fn, args, step = cut_along(name)
+    plan = in_rings(step.plan(*args), trace(fn, *args).graph)
+    ring = autopar.parallelize(fn, plan=plan)
+    for ours, theirs in zip(jax.tree.leaves(ring(*args)), jax.tree.leaves(as_one_device(fn, *args)), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=0, atol=4e-3 * np.abs(theirs).max())
+
+
+#: Title -> function of many keys and values, and the share of its memory within which it is planned again.
+SHORT: dict[str, tuple[Any, float]] = {
+    "causal": (gradients(attend, 3), 0.6),
+    "no mask": (gradients(bidirectional, 3), 0.6),
+    "forward pass alone": (lambda *args: attend(*args).astype(jnp.float32), 0.8),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", SHORT)
+def test_keys_and_values_are_passed_round_where_memory_is_short(name: str) -> None:
+    """Everything that they send is predicted; what both passes exchange alike, the compiler for CPU may send once."""
+    (fn, share), args = SHORT[name], half(b=1, t=256, n=1, k=1)
+    options: dict[str, Any] = {
+        "mesh": {"x": 2, "y": 4},
+        "cluster": dear((2, 4)),
+        "pins": {"arg:0": P(None, ("x", "y"))},
+    }
+    plan = autopar.plan(fn, *args, **options)
+    budget = int(share * plan.peak_memory_bytes)
+    step = autopar.parallelize(fn, memory_budget=budget, **options)
+    short = step.plan(*args)
+    assert not plan.stages[0].rings
+    assert short.stages[0].rings
+    assert short.peak_memory_bytes <= budget
+    assert short.step_time_s > plan.step_time_s
+    assert any("keys and values are passed round in a ring along x and y" in note for note in short.notes)
+    at = [c for c in short.collectives if c.source.startswith("test_cudnn") and c.kind != "all-reduce"]
+    predicted = Counter((c.kind, c.axes, c.bytes) for c in at for _ in range(c.count))
+    report = verify_compiled(step.lower(*args).compile(), fn, *args)
+    emitted = Counter((c.kind, c.axes, c.bytes) for c in report.collectives for _ in range(c.count))
+    assert predicted
+    for key, count in predicted.items():
+        assert count // 2 <= emitted[key] <= count, key
+    for ours, theirs in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(as_one_device(fn, *args)), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=0, atol=4e-3 * np.abs(theirs).max())
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_each_block_is_two_calls_of_cudnn_in_either_pass() -> None:
     """Lowered for CUDA: without a device to run it, the calls are all that can be seen."""
@@ -425,13 +480,30 @@ def two_layers(weights: Any, x: Any) -> Any:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"stages": 2, "schedule": "1f1b"}], ids=str)
-def test_positions_are_cut_in_microbatches_and_in_stages(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 1.0),
+        ({"num_microbatches": 2}, 1.0),
+        ({"num_microbatches": 2}, 0.8),
+        ({"stages": 2, "schedule": "1f1b"}, 1.0),
+        ({"stages": 2, "schedule": "1f1b"}, 0.8),
+    ],
+    ids=str,
+)
+def test_positions_are_cut_in_microbatches_and_in_stages(options: dict[str, Any], share: float) -> None:
+    """Within 80% of the memory, keys and values are passed round."""
     keys = jax.random.split(jax.random.key(0), 3)
     weights = [0.3 * jax.random.normal(key, (3, 8, 1, 8), jnp.float16) for key in keys[:2]]
     x = jax.random.normal(keys[2], (4, 32, 8), jnp.float16)
-    step = autopar.parallelize(two_layers, mesh={"x": 2, "y": 4}, cluster=dear((2, 4)), **options)
-    assert any("context" in forms for forms in step.plan(weights, x).forms.values())
+    options = {"mesh": {"x": 2, "y": 4}, "cluster": dear((2, 4)), **options}
+    if share < 1:
+        peak = autopar.plan(two_layers, weights, x, **options).peak_memory_bytes
+        options["memory_budget"] = int(share * peak)
+    step = autopar.parallelize(two_layers, **options)
+    plan = step.plan(weights, x)
+    assert any("context" in forms for forms in plan.forms.values())
+    assert any(stage.rings for stage in plan.stages) == (share < 1)
     whole = as_one_device(two_layers, weights, x)
     for ours, theirs in zip(jax.tree.leaves(step(weights, x)), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=0, atol=4e-3 * np.abs(theirs).max())

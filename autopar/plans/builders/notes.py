@@ -1,16 +1,29 @@
-"""What a plan notes of a program, on one mesh or of a stage: operations that run replicated, or more than once."""
+"""What a plan notes of a program, on one mesh or of a stage.
+
+operations that run replicated                                               -> replicated_operations
+products that a backend computes more than once                              -> masked_products
+attention cut along its positions: keys gathered, and passed round           -> attention_over_positions
+uneven shares of the FLOPs                                                   -> uneven_loads
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from autopar.cost_models.compiler.backends import backend_of
-from autopar.cost_models.sharding.groups import Grouping
+from autopar.cost_models.sharding.groups import Grouping, Model, OpGroup
+from autopar.cost_models.sharding.strategies import RING, share, shares
+from autopar.hardware.cluster import LogicalMesh
 from autopar.hardware.description import Device
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import RAGGED_PRODUCTS
+from autopar.ir.problem import Ints
+from autopar.ir.text import seconds, size
 from autopar.plans.imbalance import Imbalance
-from autopar.rules import manual
+from autopar.rules import cudnn, manual
 from autopar.rules.inherent import reason
 from autopar.rules.ragged import batches_rows
 
@@ -30,6 +43,70 @@ def masked_products(graph: Graph, device: Device) -> list[str]:
         f"products over groups of rows ({len(products)}{f', first at {line}' if line else ''}): XLA on {device.name} "
         f"multiplies all rows with the matrix of every group, up to {groups} times the FLOPs of the groups"
     ]
+
+
+def attention_over_positions(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> list[str]:
+    """A note per line and pass of attention that is cut along its positions: what either way to the keys takes."""
+    by_line: dict[tuple[str, bool, str], list[_Ways]] = {}
+    for c, choice in zip(model.grouping.groups, assignment.tolist(), strict=False):  # copies come after groups
+        op = graph.by_index[c.op] if c.op >= 0 else None
+        ways = None if op is None else _ways(graph, model, op, c, choice, mesh)
+        if op is not None and ways is not None:
+            by_line.setdefault((op.source, "bwd" in op.name, ways.axes), []).append(ways)
+    return [
+        f"attention{f' at {line}' if line else ''}, {'backward' if backward else 'forward'}"
+        f"{f', {len(each)} times' if len(each) > 1 else ''}: {_compared(each)}"
+        for (line, backward, _), each in by_line.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Keys and values of attention, gathered and passed round.
+
+    Attributes:
+        axes: mesh axes that cut the positions.
+        is_ring: they are passed round.
+        seconds, nbytes: per step, and at the peak of one execution, if gathered and if passed round.
+    """
+
+    axes: str
+    is_ring: bool
+    seconds: tuple[float, float]
+    nbytes: tuple[float, float]
+
+
+def _ways(graph: Graph, model: Model, op: Op, c: OpGroup, choice: int, mesh: LogicalMesh) -> _Ways | None:
+    """Both ways of an operation whose positions are cut; None if there are none."""
+    rule, s = model.grouping.rules[op.signature], c.strategies
+    along = np.isin(s.assigned[choice], rule.rings) if rule.rings else np.zeros(0)
+    if not along.any():
+        return None
+    alike = (s.assigned == s.assigned[choice]).all(1) & (s.result == s.result[choice]).all(1)
+    rings = (s.after == RING).any(1)
+    pair = [int(row) for ring in (False, True) for row in np.flatnonzero(alike & (rings == ring))[:1]]
+    if len(pair) < 2:
+        return None
+    each, nbytes = shares(s.assigned[pair[:1]], rule.sizes, mesh.sizes), list[float]()
+    for ring in (False, True):
+        whole, pieces, queries = cudnn.workspace(op.name, op.params, rule, ring=ring)
+        dims = tuple(-1 if f in rule.rings else f for f in rule.operands[1])
+        counted = ((1, dims, whole), (1, rule.operands[1], pieces), (0, rule.operands[0], queries))
+        nbytes.append(sum(n * graph.type_of(op.inputs[i]).nbytes * float(share(each, d)[0]) for i, d, n in counted))
+    gathered, passed = (float(s.cost[row]) * c.weight for row in pair)
+    axes = " and ".join(name for name, cut in zip(mesh.names, along, strict=True) if cut)
+    return _Ways(axes, bool(rings[choice]), (gathered, passed), (nbytes[0], nbytes[1]))
+
+
+def _compared(each: Sequence[_Ways]) -> str:
+    gathered, passed = (
+        f"{seconds(sum(way.seconds[k] for way in each))} and {size(max(way.nbytes[k] for way in each))}" for k in (0, 1)
+    )
+    rings, axes = sum(way.is_ring for way in each), each[0].axes
+    share_of = f" ({rings} of {len(each)})" if rings < len(each) else ""
+    if rings:
+        return f"keys and values are passed round in a ring along {axes}{share_of}, {passed}; gathered, {gathered}"
+    return f"keys and values are gathered along {axes}, {gathered}; passed round in a ring, {passed}"
 
 
 def uneven_loads(account: Imbalance) -> list[str]:

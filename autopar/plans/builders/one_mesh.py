@@ -33,7 +33,12 @@ from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
 from autopar.plans.builders.common import build
-from autopar.plans.builders.notes import masked_products, replicated_operations, uneven_loads
+from autopar.plans.builders.notes import (
+    attention_over_positions,
+    masked_products,
+    replicated_operations,
+    uneven_loads,
+)
 from autopar.plans.forms import mesh_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
@@ -109,6 +114,7 @@ def export(mesh_solution: MeshSolution) -> Plan:
         memory=mesh_solution.memory.kinds,
         host_memory_bytes=round(host_bytes),
         over_time=over_time(draft.liveness, solution.assignment, MOMENTS),
+        rings=layouts.rings,
     )
     account = imbalance.measure(graph, model.grouping.rules, stage, backend_of(mesh.device))
     plan = build(
@@ -141,6 +147,7 @@ def export(mesh_solution: MeshSolution) -> Plan:
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
             *replicated_operations(graph, model.grouping),
             *masked_products(graph, mesh.device),
+            *attention_over_positions(graph, model, solution.assignment, mesh),
             *_undivided(graph, inputs, mesh),
             *uneven_loads(account),
             *solution.warnings,

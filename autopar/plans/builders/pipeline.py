@@ -42,7 +42,12 @@ from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlan
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans import imbalance
 from autopar.plans.builders.common import build
-from autopar.plans.builders.notes import masked_products, replicated_operations, uneven_loads
+from autopar.plans.builders.notes import (
+    attention_over_positions,
+    masked_products,
+    replicated_operations,
+    uneven_loads,
+)
 from autopar.plans.forms import pipeline_parallelism
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
@@ -90,7 +95,7 @@ def kept(plan: Plan, traced: Traced, pipelined: Pipelined, registered: Mapping[s
             )
         with mismatches():
             check_layouts(plan, number, graph.graph, mesh.sizes, registered)
-        layouts = ProgramLayouts(stage.values, stage.uses, stage.copies)
+        layouts = ProgramLayouts(stage.values, stage.uses, stage.copies, stage.rings)
         plans.append(SavedStage(graph, mesh, rules_of(graph.graph, registered), layouts))
     with mismatches():
         _check(plan, traced.graph, pipelined, plans)
@@ -205,6 +210,7 @@ def _stage(pipelined: Pipelined, plans: StagePlans[PlannedStage], number: int, c
         collectives=plan.summary.collectives,
         graph_hash=plan.summary.graph_hash,
         host_memory_bytes=round(plan.summary.host_bytes),
+        rings=layouts.rings,
     )
 
 
@@ -270,8 +276,14 @@ def _of_stages(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Iter
         if isinstance(solved, StagePlan):
             graph = solved.graph.graph
             account = imbalance.measure(graph, solved.rules, stage, backend_of(solved.mesh.device))
-            masked = masked_products(graph, solved.mesh.device)
-            notes.append([*replicated_operations(graph, solved.model.grouping), *masked, *uneven_loads(account)])
+            notes.append(
+                [
+                    *replicated_operations(graph, solved.model.grouping),
+                    *masked_products(graph, solved.mesh.device),
+                    *attention_over_positions(graph, solved.model, solved.solution.assignment, solved.mesh),
+                    *uneven_loads(account),
+                ]
+            )
         else:
             notes.append(notes[solved.leader])
     for note in dict.fromkeys(itertools.chain(*notes)):

@@ -45,7 +45,7 @@ def check_layouts(
     """
     program = _Program(graph, plan.stages[number], tuple(sizes), registered)
     try:
-        for check in (_values, _padding, _uses, _copies, _sums):
+        for check in (_values, _padding, _uses, _copies, _rings, _sums):
             check_all(check(program))
     except FieldError as error:
         raise error.within(f"stages[{number}].") from None
@@ -170,6 +170,22 @@ def _copies(p: _Program) -> Complaints:
         expected = "no such field: the value has no layout" if value not in p.stage.values else p.misfit(layout, value)
         if expected or partial_axes(layout):
             yield _complaint("copies", value, layout, expected or "a layout without sums")
+
+
+def _rings(p: _Program) -> Complaints:
+    """Pieces are passed round where the rule of an operation says so and its first operand is cut into them."""
+    if not p.stage.rings:
+        return
+    ops = {op.tag: op for op in p.graph.walk()}
+    named = [ops[tag] for tag in p.stage.rings if tag in ops]
+    rules = rules_of(replace(p.graph, ops=tuple(named)), p.registered)
+    for tag in p.stage.rings:
+        op, fits = ops.get(tag), False
+        if op is not None and op.inputs and rules[op.signature].rings:
+            rule, layout = rules[op.signature], p.at(op.inputs[0], f"{tag}.in0")
+            fits = any(d >= 0 and rule.operands[0][d] in rule.rings for d in layout)
+        if not fits:
+            yield FieldError("tags of attention that is cut along its positions", shown(tag), "rings")
 
 
 # Partial sums
