@@ -44,8 +44,8 @@ class Context:
         return folded_transposes(self.graph, self.stage)
 
     @cached_property
-    def loses_nan(self) -> bool:
-        """Whether maxima are combined by XLA's all-reduce on CPU, which drops NaN in some orders (0.10 and 0.12)."""
+    def on_cpu(self) -> bool:
+        """Whether the program runs on the devices of a host's CPU."""
         return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
 
     def constrain(self, array: Any, layout: Layout) -> Any:
@@ -126,7 +126,7 @@ class Context:
 
     def may_lose_nan(self, op: Op) -> bool:
         """Whether this is a maximum or minimum of floats over a sharded dimension, combined by XLA:CPU's all-reduce."""
-        if op.name not in ("reduce_max", "reduce_min") or not self.loses_nan:
+        if op.name not in ("reduce_max", "reduce_min") or not self.on_cpu:
             return False
         sharded = any(dim in op.params["axes"] for dim in self.read_layout(op.inputs[0], f"{op.tag}.in0"))
         return sharded and jax.numpy.issubdtype(self.graph.type_of(op.inputs[0]).dtype, jax.numpy.inexact)

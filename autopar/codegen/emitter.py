@@ -320,7 +320,18 @@ def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequenc
     if is_kernel:
         parts = [_part(context, t.shape, layout) for layout, t in zip(result_layouts, types, strict=True)]
         bind = partial(pallas.bind_part, op.equation, parts, specs=in_specs)
+    if op.name == "fft" and context.on_cpu:
+        bind = partial(_bind_in_order, op)
     return _shard_mapped(context, lambda *shards: bind(shards), in_specs, out_specs)
+
+
+def _bind_in_order(op: Op, operands: Sequence[Any]) -> list[Any]:
+    """Binds an operation whose operands and results are in memory with their dimensions in order.
+
+    XLA may give those of a Fourier transform another order, in which its kernel for CPU fails (JAX 0.10.2).
+    """
+    in_order = jax_compat.in_row_major_order
+    return [in_order(x) for x in jax_compat.bind(op.equation, [in_order(x) for x in operands])]
 
 
 def _shard_mapped(

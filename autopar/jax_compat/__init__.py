@@ -30,6 +30,7 @@ from jax._src import (
     xla_bridge,  # tried on 0.10.2, 0.12.0: whether a backend is running
 )
 from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead code elimination, also inside scans
+from jax.experimental.layout import Layout, with_layout_constraint  # tried on 0.10.2, 0.12.0
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
@@ -170,6 +171,11 @@ def bind(equation: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     with equation.ctx.manager:
         results = equation.primitive.bind(*operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def in_row_major_order(x: Any) -> Any:
+    """An array whose dimensions are in memory in their order, the last one innermost. Tried on 0.10.2 and 0.12.0."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def rematerialised(equation: jex.JaxprEqn, body: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:

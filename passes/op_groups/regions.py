@@ -41,10 +41,14 @@ def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, oute
     groups: list[int] = []
     for i in range(first, len(region.inputs)):
         value, atom = region.inputs[i], op.inputs[i + offset]
+        shift = b.graph.type_of(atom).rank - b.graph.types[value].rank  # of a stacked operand: 1
+        name = f"{op.tag}.{region.name} %{value}"
         if not b.graph.types[value].shape:
             groups.append(-1)
+            if shift and isinstance(atom, int):  # read whole, and no partial sum
+                whole = b.new(name, b.layouts(()), inner, -1, value)
+                use(b, f"{op.tag}.in{i + offset}", atom, whole, (WHOLE,) * shift, False, outer, op.index)
             continue
-        name = f"{op.tag}.{region.name} %{value}"
         if value in b.deferral.carries:
             group = b.enter_as(name, value, inner, b.layouts_or_partial(b.graph.types[value].shape))
             b.accumulators.add(group)
@@ -53,7 +57,6 @@ def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, oute
         groups.append(group)
         if isinstance(atom, int):
             # a stacked operand has one more dimension than its slice, which is never cut
-            shift = b.graph.types[atom].rank - b.graph.types[value].rank
             dims = (WHOLE,) * shift + tuple(range(b.graph.types[value].rank))
             use(b, f"{op.tag}.in{i + offset}", atom, group, dims, False, outer, op.index)
     return groups

@@ -136,6 +136,22 @@ def test_a_sum_of_terms_that_cancel_is_noise():
     assert not step_noise.explains(1, 1e-9)
 
 
+def test_a_sum_in_float32_is_noise_as_a_float64():
+    """Devices and microbatches add its terms in another order. Whole numbers below 2**24 are exact in any."""
+
+    def summed(x):
+        return (
+            jax.numpy.sum(x).astype("float64"),
+            jax.numpy.sum(jax.numpy.round(x)).astype("float64"),
+            x[0].astype("float64"),
+        )
+
+    x = np.array([7.25, 0.1, 3.3], np.float32)
+    with jax.enable_x64(True):
+        step_noise = noise.noise(jax.jit(summed), jax.make_jaxpr(summed)(x), (x,))
+    assert [step_noise.explains(leaf, 1e-7) for leaf in range(3)] == [True, False, False]
+
+
 def test_whole_floats_that_are_rounded_are_noise():
     """Integers beyond 2**53 less their mean: what is left changes with the order in which the mean was summed."""
 

@@ -14,6 +14,7 @@ import autopar
 from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, MemoryBudgetError, MicrobatchError
+from autopar.ir.layout import partial_axes
 
 pytestmark = pytest.mark.core
 
@@ -54,6 +55,19 @@ def test_gradients_are_reduced_once_per_step() -> None:
     assert len(reduced) > 20
     assert {c.count for c in reduced} == {1}
     assert autopar.verify(plan, model.step, *args).ok
+
+
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)])
+def test_a_scan_over_the_elements_of_a_total_reads_it_reduced(mesh: tuple[int, ...]) -> None:
+    """Its slices are scalars, which have no layout of their own."""
+
+    def totals(batch: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda x: 2 * jax.numpy.sin(x), jax.numpy.tanh(batch).sum(0))
+
+    batch = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    step = autopar.parallelize(totals, mesh=mesh, cluster=dear(mesh), num_microbatches=2)
+    assert any(partial_axes(layout) for layout in step.plan(batch).stages[0].values.values())
+    np.testing.assert_allclose(step(batch), jax.jit(totals)(batch), rtol=1e-5)
 
 
 def test_weights_of_a_recurrent_network_have_their_gradient_reduced_once_per_sequence() -> None:

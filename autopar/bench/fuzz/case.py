@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import inspect
+import json
 import re
 import time
 import warnings
@@ -41,6 +42,7 @@ from autopar.errors import ArgumentError, AutoparError, MicrobatchError, Schedul
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.loop import split_step
 from autopar.plans import cache as plan_cache
+from autopar.plans.plan import from_json
 from autopar.verification.differences import host
 
 MODES = ("microbatches", "stages", "meshes")
@@ -164,7 +166,7 @@ def failure(error: Exception) -> str:
 def variants(case: Case, names: Sequence[str]) -> None:
     """Variants one by one."""
     for variant in names:
-        results = case.attempt(variant, lambda v=variant: PARALLEL[v](case)(*case.arguments))
+        results = case.attempt(variant, lambda v=variant: jax.block_until_ready(PARALLEL[v](case)(*case.arguments)))
         if results is not None:
             case.check(variant, results, case.expected)
 
@@ -195,7 +197,8 @@ def in_stages(schedule: str, count: int) -> Callable[[Case], Callable[..., Any]]
 def on_mesh(mesh: tuple[int, ...], examples: bool = False) -> Callable[[Case], Callable[..., Any]]:
     """The step on a mesh at prices at which cutting pays; `examples`: the examples come sharded over the first axis.
 
-    Every other program runs in two microbatches there, unless that is refused, which is noted without a mesh.
+    Every other program runs in two microbatches there, unless that is refused, which is noted without a mesh. The plan
+    is written and read before it is run, so that it is checked against the program.
     """
 
     def made(case: Case) -> Callable[..., Any]:
@@ -208,7 +211,7 @@ def on_mesh(mesh: tuple[int, ...], examples: bool = False) -> Callable[[Case], C
             step = autopar.parallelize(case.step.function, **asked)
             plan = step.plan(*case.arguments)
         case.uncut += all(d < 0 for layout in (*plan.inputs, *plan.outputs) for d in layout)
-        return step
+        return autopar.parallelize(case.step.function, plan=from_json(json.loads(plan.to_json())), **case.options)
 
     return made
 
@@ -394,11 +397,14 @@ def _row(seed: int, modes: Sequence[str], failures: str | None) -> Row:
 # A file
 
 
-def show(step: Callable[..., Any], arguments: tuple[Any, ...], variant: str, batch_argnums: Any) -> None:
-    """Run a step of a file in one variant beside the plain step, and print each leaf that differs."""
+def show(step: Callable[..., Any], arguments: tuple[Any, ...], variant: str, batch_argnums: Any, seed: int) -> None:
+    """Run a step of a file in one variant beside the plain step, and print each leaf that differs.
+
+    `seed`: of its program, on which the variant may depend.
+    """
     leaves = ()
     batch = () if batch_argnums == "auto" else tuple(batch_argnums)
-    case = Case(Program(0, leaves, Block("step", (), (), ()), (), batch))
+    case = Case(Program(seed, leaves, Block("step", (), (), ()), (), batch))
     case.step = Step(step, arguments)
     with plan_cache.off():
         results = PARALLEL[variant](case)(*arguments)

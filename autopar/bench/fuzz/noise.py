@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,11 +24,12 @@ from autopar.ir.jaxpr.one_by_one import OneByOne
 PERTURBED = 8
 #: Relative changes of float64 arguments: some tens of units in the last place.
 EPSILON = 2.0**-47
-#: A unit in the last place of a float64, relative.
-ULP = 2.0**-52
-#: Whole numbers up to here are exact in a float64.
-EXACT = 2.0**53
 WIDE = ("float64", "complex128")
+#: A unit in the last place of floats, relative; whole numbers below 2 / unit are exact.
+UNITS = MappingProxyType(
+    dict.fromkeys(WIDE, 2.0**-52)
+    | {"float32": 2.0**-23, "complex64": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+)
 
 #: Sums, whose last digit depends on the order of their terms.
 SUMS = ("reduce_sum", "dot_general", "cumsum", "scatter-add", "add", "add_any", "sub")
@@ -70,17 +72,21 @@ def one_by_one(closed: Any, operands: Sequence[Any], changed: Changed = lambda x
 
 def _is_whole(x: Any) -> bool:
     """True unless an array holds a fraction."""
-    array = np.asarray(x) if str(getattr(x, "dtype", "")) in WIDE else np.zeros(())
+    array = np.asarray(x) if str(getattr(x, "dtype", "")) in UNITS else np.zeros(())
     return bool((array == np.round(array)).all())
 
 
 def _rounded(x: Any, exact: bool, rng: np.random.Generator) -> Any:
-    """A wide float, changed by up to a unit in the last place; whole numbers that are exact stay."""
-    if str(x.dtype) not in WIDE:
+    """A float, changed by up to a unit in the last place; whole numbers that are exact stay.
+
+    So do narrower ones than float64 if they are exact: but for the order of sums, operations round them alike.
+    """
+    name = str(x.dtype)
+    if name not in UNITS or (exact and name not in WIDE):
         return x
-    values = np.asarray(x)
-    whole = exact & (values == np.round(values)) & (np.abs(values) < EXACT)
-    return jnp.asarray(np.where(whole, values, _moved(values, ULP, rng)))
+    values, unit = np.asarray(x), UNITS[name]
+    whole = exact & (values == np.round(values)) & (np.abs(values) < 2 / unit)
+    return jnp.asarray(np.where(whole, values, _moved(values, unit, rng)), x.dtype)
 
 
 def _moved(x: Any, most: float, rng: np.random.Generator) -> Any:

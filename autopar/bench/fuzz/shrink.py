@@ -197,7 +197,7 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     from autopar.bench.fuzz.case import show
 
-    show(step, arguments(np.random.default_rng({seed})), {variant!r}, batch_argnums={batch})
+    show(step, arguments(np.random.default_rng({seed})), {variant!r}, batch_argnums={batch}, seed={seed})
 """
 
 
