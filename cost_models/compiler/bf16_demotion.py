@@ -2,7 +2,8 @@
 
 what a product's kernel writes   if all that is made of it ends in one value, which products read; sums of it, as
                                  for a bias, are made in the same kernel, before it is rounded   -> _ends_in_products
-a copy in another layout         by the same rule: it is rounded before it is sent
+a copy in another layout         by the same rule: it is rounded before it is sent; so is one that a loop reads in every
+                                 iteration
 what a loop stacks               if products read it as it is, or moved                      -> _products_alone_read
 """
 
@@ -59,7 +60,18 @@ class _Narrowing:
         results = (v for v in (*heavy, *self.absorbed.values()) if v not in self.leaving)
         demoted = {v for v in results if self._ends_in_products(v, self._readers_inside(v))}
         demoted.update(v for s in self.steps if s.kind == LOOP for v in s.outputs if self._products_alone_read(v))
-        return demoted | {v for v, steps in through.items() if self._ends_in_products(v, steps)}
+        demoted.update(v for v, steps in through.items() if self._ends_in_products(v, steps))
+        return self._with_constants(demoted, through)
+
+    def _with_constants(self, demoted: set[int], through: Mapping[int, Sequence[Step]]) -> set[int]:
+        """The values, with the copies that loops read if all copies of them in the bodies are among the values."""
+        copied: dict[int, list[int]] = {}
+        for token, source in self.p.source_token.items():
+            copied.setdefault(source, []).append(token)
+        for v in sorted({v for s in self.steps if s.kind == LOOP for v in s.inputs if v in copied}, reverse=True):
+            if v not in through and demoted.issuperset(copied[v]):
+                demoted.add(v)
+        return demoted
 
     def _readers_inside(self, value: int) -> list[Step]:
         """Readers of a value; loops read through their bodies."""

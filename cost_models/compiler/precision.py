@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.graph import Op, Type
+from autopar import jax_compat
+from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.op_sets import ALL_PRODUCTS
 
 
@@ -19,6 +20,18 @@ def rounds(op: Op, operand: Type) -> bool:
         return False
     precision = op.params["precision"]
     return all(p is None or p.name == "DEFAULT" for p in (precision if isinstance(precision, tuple) else (precision,)))
+
+
+def rounds_read(graph: Graph, op: Op, position: int) -> bool:
+    """True if default precision rounds what an operation reads there to bfloat16, whatever the operation is.
+
+    Of a constant of a scan, whatever reads it in the body does.
+    """
+    atom = op.inputs[position]
+    if op.name != "scan" or position >= jax_compat.scan_counts(op.params)[0]:
+        return rounds(op, graph.type_of(atom))
+    uses = graph.uses_of(op.regions[0].inputs[position])
+    return bool(uses) and all(use.op is not None and rounds_read(graph, use.op, use.position) for use in uses)
 
 
 def rounded(type_: Type) -> Type:

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_models.compiler.precision import rounded, rounds
+from autopar.cost_models.compiler.precision import rounded, rounds_read
 from autopar.cost_models.resharding import Resharding, resharding_on
 from autopar.cost_models.sharding.groups import Binding, Grouping, Model, OpGroup, projection, source_dims
 from autopar.cost_models.sharding.strategies import StrategySet, padding, share, shares
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Graph, Type
+from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import Layout
 from autopar.ir.problem import Edge, Node, Problem
 from autopar.passes.op_groups.strategies import layouts_of
@@ -174,9 +174,15 @@ def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, l
         ends = readers.setdefault(binding.value, {})
         key = (use.consumer, dims, use.assigned)
         weight, behind, narrow = ends.get(key, (0.0, True, rounding))
-        narrow = narrow and use.op >= 0 and rounds(graph.by_index[use.op], graph.types[use.value])
+        narrow = narrow and use.op >= 0 and _is_rounded(graph, graph.by_index[use.op], use.site)
         ends[key] = (max(weight, use.weight), behind and grouping.overlap.moves(use.value, use.op), narrow)
     return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in readers.items()}
+
+
+def _is_rounded(graph: Graph, op: Op, site: str) -> bool:
+    """Whether what an operation reads at a site is rounded before products read it; not what its body returns."""
+    tag, _, position = site.rpartition(".in")
+    return tag == op.tag and rounds_read(graph, op, int(position))
 
 
 class _Edges:

@@ -19,7 +19,7 @@ save of the last percent they pay for dearly, in plans that hardly anybody wants
 
 Sizes: on CPU a device holds between 64 MiB and 2 GiB. On TPU the batch is a power of two with which the free plan needs
 0.85 to 2 GiB, since much of a smaller program is in on-chip memory (128 MiB), and sequences have 128 tokens or more,
-where they can be chosen, since shorter ones do not fill a row of a tile.
+where they can be chosen, since shorter ones do not fill a row of a tile. "mlp-1b:4" is the model in four microbatches.
 
 One worker per model.
 """
@@ -40,11 +40,13 @@ from autopar import jax_compat, zoo
 from autopar.bench import worker
 from autopar.bench.predictions.programs import PROGRAMS
 from autopar.codegen import emit as codegen
+from autopar.codegen.rewrites import accumulate_gradients
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import ArgumentError
 from autopar.hardware import tpu_topology
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.trace import Traced, trace
+from autopar.passes.microbatch.batch import infer_batch
 from autopar.passes.remat.choose import AUTO
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import NONE
@@ -85,6 +87,9 @@ CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
         "padded-encoder": ((8,), {"layers": 2, "batch": 128, "seq": 128}),
         "half-gpt": ((8,), {"layers": 2, "batch": 128, "seq": 128}),
         "half-wresnet": ((8,), {"batch": 4096}),
+        "mlp-1b:4": ((2, 4), {"layers": 2, "batch": 32768}),
+        "gpt-10m:4": ((2, 4), {"layers": 3, "batch": 256}),
+        "llama3-toy:4": ((8,), {"batch": 8192, "seq": 64}),
     },
     "tpu": {
         "mlp-toy": ((8,), {"layers": 4, "batch": 8388608}),
@@ -107,6 +112,10 @@ CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
         "flax-linen-toy": ((2, 4), {"batch": 524288}),
         "equinox-toy": ((8,), {"batch": 8388608}),
         "half-gpt": ((8,), {"layers": 2, "batch": 2048, "seq": 256}),
+        "mlp-1b:4": ((2, 4), {"layers": 2, "batch": 8192}),
+        "gpt-10m:4": ((2, 4), {"layers": 2, "batch": 4096}),
+        "gpt-125m:4": ((8,), {"layers": 2, "batch": 128, "seq": 512, "dtype": "float32"}),
+        "llama3-toy:4": ((2, 4), {"batch": 32768, "seq": 128}),
     },
 }
 
@@ -208,7 +217,8 @@ def _peak(planned: Planned) -> float:
 
 
 def build(model: str, sizes: Mapping[str, Any]) -> zoo.Model:
-    """A model of the zoo, or one of `PROGRAMS`, with these sizes."""
+    """A model of the zoo, or one of `PROGRAMS`, with these sizes; the number of its microbatches is left out."""
+    model = model.partition(":")[0]
     return PROGRAMS[model](**sizes) if model in PROGRAMS else zoo.build(model, **sizes)
 
 
@@ -219,7 +229,10 @@ def subject(model: str, sizes: Mapping[str, Any], mesh: Sequence[int], platform:
     logical = Cluster.preset(name, hosts=max(1, math.prod(mesh) // 8)).logical_mesh(mesh)
     if backend_of(logical.device).name != platform:
         logical = replace(logical, device=replace(logical.device, name=platform))
-    return _Subject(trace(built.step, *built.abstract_args()), logical, name)
+    traced = trace(built.step, *built.abstract_args())
+    if microbatches := model.partition(":")[2]:
+        traced = accumulate_gradients(traced, int(microbatches), infer_batch(traced.graph), logical.size)
+    return _Subject(traced, logical, name)
 
 
 def measure(planned: Planned, avals: Sequence[Any], target: str) -> Row:

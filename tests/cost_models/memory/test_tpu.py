@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import autopar
 from autopar import zoo
 from autopar.bench.predictions import run as predictions
 from autopar.cost_models.compiler.backends import GPU, TPU, Backend
@@ -279,6 +280,32 @@ def test_an_array_that_arithmetic_reads_too_is_not_rounded_while_products_read_i
         last = max(b.death for b, _ in sized)
         assert sum(n for b, n in sized if b.birth <= last <= b.death) == pytest.approx(batch // 8 * 32 * 4)
     assert sum(map(bool, held.values())) == 2
+
+
+@pytest.mark.parametrize(("reads", "nbytes"), [("product", 2), ("product and sum", 4)])
+def test_a_copy_that_a_loop_reads_is_rounded_where_products_read_it(reads: str, nbytes: int) -> None:
+    """Its weight is gathered once, before the loop: as large as it is, in bfloat16 or in float32."""
+
+    def fn(w: Any, x: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            return jnp.sin(c @ w) + (w.sum(0) if reads == "product and sum" else 0.0), None
+
+        return jax.lax.scan(body, x, None, length=4)[0]
+
+    pins = {"arg:0": P(("x",)), "arg:1": P(("x",))}
+    args = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((65536, 512), jnp.float32)
+    plan = autopar.plan(fn, *args, mesh={"x": 8}, cluster="tpu-v5e", pins=pins)
+    (gather,) = [c for c in plan.collectives if c.kind == "all-gather"]
+    assert gather.count == 1
+    wide = autopar.plan(fn, *args, mesh={"x": 8}, cluster=unrounded("tpu-v5e"), pins=pins)
+    assert plan.stages[0].memory["resharding"] == pytest.approx(512 * 512 * nbytes, rel=0.2)
+    assert (plan.objective_s < wide.objective_s) == (nbytes == 2)
+
+
+def unrounded(name: str) -> Cluster:
+    """A preset whose backend rounds no operands before it moves them."""
+    preset = Cluster.preset(name)
+    return replace(preset, device=replace(preset.device, rounds_operands=False))
 
 
 # Products that wait
