@@ -12,6 +12,7 @@ The factor says which form of parallelism that is:
     a batch dimension of two activations                    heads             tensor parallel, Megatron [1], 3
     the heads of fused attention                            heads             the same
     the positions of queries in fused attention             context           Ring attention [4]
+    the same, with keys and values passed round             ring              Ring attention [4]
     a batch dimension of an activation and a weight         expert            GShard [2], 3
     the experts in products that dispatch and combine       expert            GShard [2], 3   -> expert_dimensions
     a free dimension of the activation, beside a weight     sequence          GSPMD [5], 5.1
@@ -52,10 +53,10 @@ from autopar.rules import Rule, cudnn
 
 FORMS = (
     *("data", "columns", "rows", "batch rows", "scattered rows", "heads", "expert", "sequence", "context"),
-    *("contraction", "features"),
+    *("ring", "contraction", "features"),
 )
 #: Forms under which a weight is whole for a product, so that one stored in parts is gathered.
-WHOLE_WEIGHTS = ("data", "sequence", "context")
+WHOLE_WEIGHTS = ("data", "sequence", "context", "ring")
 DIGITS = 4  # of shares: a plan is to be small
 
 Forms = Mapping[str, Mapping[str, float]]
@@ -235,7 +236,8 @@ class _Products:
         if self._is_from(self.batch, op, rule, factor):
             return "data"
         if op.name in ATTENTION:
-            return "context" if factor == cudnn.POSITIONS else "heads"
+            over_positions = "ring" if op.tag in self.stage.rings else "context"
+            return over_positions if factor == cudnn.POSITIONS else "heads"
         holders = [k for k, dims in enumerate(rule.operands) if factor in dims]
         weights = [_value(atom) not in self.batch for atom in op.inputs]
         in_result = factor in rule.results[0]

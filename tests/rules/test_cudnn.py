@@ -409,6 +409,10 @@ SHORT: dict[str, tuple[Any, float]] = {
 }
 
 
+#: Of `SHORT`, those in which the backward pass alone is a ring; a plan is called by its forward pass.
+GRADIENTS = ("causal", "no mask")
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", SHORT)
 def test_keys_and_values_are_passed_round_where_memory_is_short(name: str) -> None:
@@ -428,6 +432,9 @@ def test_keys_and_values_are_passed_round_where_memory_is_short(name: str) -> No
     assert short.peak_memory_bytes <= budget
     assert short.step_time_s > plan.step_time_s
     assert any("keys and values are passed round in a ring along x and y" in note for note in short.notes)
+    assert ("context parallel over x and y (8 ways: keys and values in a ring)" in str(short)) == (
+        name not in GRADIENTS
+    )
     at = [c for c in short.collectives if c.source.startswith("test_cudnn") and c.kind != "all-reduce"]
     predicted = Counter((c.kind, c.axes, c.bytes) for c in at for _ in range(c.count))
     report = verify_compiled(step.lower(*args).compile(), fn, *args)

@@ -38,6 +38,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "expert": ("expert parallel",),
     "sequence": ("sequence parallel",),
     "context": ("context parallel",),
+    "ring": ("context parallel", "keys and values in a ring"),
     "contraction": ("tensor parallel", "features of activations"),
     "features": ("tensor parallel", "features of activations"),
 }
@@ -101,7 +102,8 @@ def _named(shares: Mapping[str, float]) -> tuple[tuple[tuple[str, int], ...], tu
 
 def _name(form: str, shares: Mapping[str, float]) -> str:
     """The name of a form along an axis with such shares."""
-    if form == "sequence" and shares.get("context", 0.0) > shares.get("heads", 0.0):
+    over_positions = shares.get("context", 0.0) + shares.get("ring", 0.0)
+    if form == "sequence" and over_positions > shares.get("heads", 0.0):
         return NAMES["context"][0]
     sharded = sum(shares.get(other, 0.0) for other in SHARDED_WEIGHTS)
     if form == "heads" and sharded < LEAST_SHARE <= shares.get("sequence", 0.0):
