@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -22,6 +23,7 @@ from itertools import accumulate
 from autopar.cost_models.compiler.compiled_program import OVERWRITES, Frame, Program, Step
 from autopar.cost_models.compiler.fusion import LIGHT, LOOP, PRODUCT, STORE
 from autopar.cost_models.compiler.written_values import Written
+from autopar.ir import control_flow
 from autopar.ir.op_sets import LAPACK
 
 
@@ -104,7 +106,20 @@ class _Clock:
             nbytes = [sum(self.p.type_of(v).nbytes for v in step.outputs) for step in steps]
             return _in_depth(waits, self._ends(frame, steps), nbytes)
         after = self._next_products(steps, late) if late else ()
-        return _in_turn(steps, waits, self.p.graph.repeats is None, late, after)
+        early = {i for i, step in enumerate(steps) if self._is_early(step)}
+        return _in_turn(steps, waits, early, late, after)
+
+    def _is_early(self, step: Step) -> bool:
+        """Whether a step runs as soon as what it reads is there: an update, or the sum of a loop's carry and a part."""
+        if step.op.index in self._additions:
+            return True
+        return self.p.graph.repeats is None and step.op.phase == "update" and step.kind != STORE
+
+    @cached_property
+    def _additions(self) -> frozenset[int]:
+        """Operations that add to carries of scans at the end of a body; their kernels make products of gradients."""
+        scans = (op for op in self.p.graph.walk() if op.name == "scan")
+        return frozenset(add.index for op in scans for _, adds in control_flow.sums(self.p.graph, op) for add in adds)
 
     def _ends(self, frame: Frame, steps: Sequence[Step]) -> list[int]:
         """The steps that a frame runs for: those that make what leaves it, or leave nothing to read."""
@@ -304,15 +319,22 @@ def _in_depth(waits: Sequence[Sequence[int]], ends: Sequence[int], nbytes: Seque
 
 
 def _in_turn(
-    steps: Sequence[Step], waits: Sequence[Sequence[int]], early: bool, late: frozenset[int], after: Sequence[int]
+    steps: Sequence[Step],
+    waits: Sequence[Sequence[int]],
+    early: AbstractSet[int],
+    late: frozenset[int],
+    after: Sequence[int],
 ) -> list[int]:
-    """Program order, updates early; the `late` steps right after the next product that is none of them, `after`."""
+    """Program order; `early` steps as soon as they can, and `late` ones right after the next product that is none of
+    them, `after`.
+    """
     turn: list[int] = []
-    for i, (step, needed) in enumerate(zip(steps, waits, strict=True)):
+    for i, needed in enumerate(waits):
         last = max((turn[j] for j in needed), default=0)
         own = after[i] if i in late else max(i, last)
-        turn.append(last if early and step.op.phase == "update" and step.kind != STORE else own)
-    return sorted(range(len(steps)), key=lambda i: (turn[i], i in late or steps[i].op.phase == "update", i))
+        turn.append(last if i in early else own)
+    behind = early | late | {i for i, step in enumerate(steps) if step.op.phase == "update"}
+    return sorted(range(len(steps)), key=lambda i: (turn[i], i in behind, i))
 
 
 def _for_weights(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> frozenset[int]:

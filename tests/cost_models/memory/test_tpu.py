@@ -308,6 +308,28 @@ def unrounded(name: str) -> Cluster:
     return replace(preset, device=replace(preset.device, rounds_operands=False))
 
 
+@pytest.mark.parametrize(("start", "is_sum"), [(0.0, True), (1.0, False)])
+def test_what_a_loop_adds_up_is_added_as_soon_as_it_is_made(start: float, is_sum: bool) -> None:
+    """So what the product for it reads is kept no longer. A carry that starts otherwise waits until the body's end."""
+
+    def fn(w: Any, xs: Any) -> Any:
+        def body(total: Any, x: Any) -> Any:
+            part = x.T @ x
+            y = jnp.sin(jnp.sin(x @ w) @ w) @ w
+            return total + part, y.sum()
+
+        return jax.lax.scan(body, jnp.full((256, 256), start, jnp.float32), xs)
+
+    graph = trace(fn, array(256, 256), array(4, 1024, 256)).graph
+    program = flatten(graph, TPU, {})
+    moments = lifetimes(program, written(program)).moments
+    (added,) = [
+        i for i, step in enumerate(moments) if step.name == "add" and step.op.outputs[0] in graph.bodies[1].outputs
+    ]
+    products = [i for i, step in enumerate(moments) if step.name == "dot_general"]
+    assert (added < max(products)) == is_sum
+
+
 # Products that wait
 
 
