@@ -225,24 +225,28 @@ def _passing(name: str, count: int) -> tuple[tuple[int, float], ...]:
     return (*operands, *results)
 
 
-def workspace(name: str, params: Params, own: Rule, *, ring: bool) -> tuple[float, float, float]:
-    """Arrays as large as all keys, as a device's piece of them, and as its piece of the queries, besides operands and
-    results, that a device has in memory while it runs a piece of the positions.
+def workspace(name: str, params: Params, own: Rule, *, ring: bool) -> tuple[tuple[int, Dims, float], ...]:
+    """What a device has in memory besides operands and results while it runs a piece of the positions.
 
                             gathered                              passed round, what is sent and what is received
         of keys             keys and values, gradients of both    keys and values, gradients in float32, before
                             and their sums in float32 if causal   and after they are added to, and those of a block
         of queries          if causal, operands in the order of   the same, and the result in float32
                             their blocks, and the result of one
+
+    Returns:
+        (operand, its dimensions, how many such arrays); -1 for a dimension that is whole.
     """
     if not gathers(own):
-        return 0.0, 0.0, 0.0
+        return ()
     backward, causal = "bwd" in name, is_causal(params)
     in_blocks = (3.0 if backward else 1.0) * causal  # queries; output and its gradient
+    queries, keys = own.operands[:2]
     if ring:
-        return 0.0, 14.0 if backward else 4.0, in_blocks + 3.0
+        return (1, keys, 14.0 if backward else 4.0), (0, queries, in_blocks + 3.0)
     gradients = (6.0 if causal else 2.0) if backward else 0.0
-    return 2.0 + gradients, 0.0, in_blocks + causal
+    whole = tuple(-1 if f == POSITIONS else f for f in keys)
+    return (1, whole, 2.0 + gradients), (0, queries, in_blocks + causal)
 
 
 # FLOPs

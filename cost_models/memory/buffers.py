@@ -275,22 +275,21 @@ class _Values:
     def _gathered(self, v: int, op: Op, moment: int) -> None:
         """What devices gather or pass round inside attention whose positions are cut."""
         b, rule = self.sizes, self.sizes.model.grouping.rules[op.signature]
-        if not cudnn.gathers(rule):
+        ways = tuple(cudnn.workspace(op.name, op.params, rule, ring=ring) for ring in (False, True))
+        if not any(ways):
             return
         group = b.model.grouping.bindings[v].group
-        s, queries, keys = b.model.grouping.groups[group].strategies, *cast(tuple[int, int], op.inputs[:2])
-        whole = tuple(WHOLE if f == cudnn.POSITIONS else f for f in rule.operands[1])
-        kinds, pieces = (b.kind(keys), b.kind(queries)), (whole, rule.operands[1], rule.operands[0])
-        counts = tuple(cudnn.workspace(op.name, op.params, rule, ring=ring) for ring in (False, True))
+        s, kinds = b.model.grouping.groups[group].strategies, tuple(b.kind(cast(int, atom)) for atom in op.inputs[:2])
 
         def nbytes() -> Floats:
-            of = (kinds[0], kinds[0], kinds[1])
-            each = [b.piece_bytes(s, dims, kind, assigned=True) for dims, kind in zip(pieces, of, strict=True)]
-            gathered, passed = np.array(counts) @ np.array(each)
+            gathered, passed = (
+                sum((n * b.piece_bytes(s, dims, kinds[i], assigned=True) for i, dims, n in way), np.zeros(len(s)))
+                for way in ways
+            )
             is_cut, is_ring = (s.assigned == cudnn.POSITIONS).any(1), (s.after == RING).any(1)
             return np.where(is_ring, passed, np.where(is_cut, gathered, 0.0))
 
-        at = b.at(("gathered", s.index, pieces, kinds, counts), nbytes)
+        at = b.at(("gathered", s.index, kinds, ways), nbytes)
         b.add("workspace", v, moment, moment, at, node=group)
 
     def _wholes(self, s: StrategySet, written: bool) -> Floats:

@@ -2,6 +2,7 @@
 
 parts    number of pieces into which each factor is cut                                             -> piece_counts
 share    share of a value on one device, padding of uneven pieces included                          -> shares, share
+sent     bytes of the collectives of devices that run an operation together                         -> sent_bytes
 padding  factor by which uneven pieces increase the bytes of a reshard                              -> padding
 """
 
@@ -14,6 +15,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from autopar.ir.graph import Type
+from autopar.rules import Rule
+from autopar.rules.sent import Sent
 
 # What devices do along an axis besides the operation: from ALL_REDUCE on, with the partial sums that it leaves. RING:
 # they pass pieces of operands round while they run it, and gather none.
@@ -74,6 +79,19 @@ def shares(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> ND
 def share(each: NDArray[np.float64], dims: Sequence[int]) -> NDArray[np.float64]:
     """The share of a value that is on one device, from the shares of its factors, `each`; shape (n,)."""
     return each[:, [d for d in dims if d >= 0]].prod(1)
+
+
+def sent_bytes(sent: Sent, rule: Rule, types: Sequence[Type], each: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bytes per device of a collective of the devices that run an operation together, shape (n,).
+
+    Args:
+        sent: the collective.
+        rule: of the operation.
+        types: of its operands and results together.
+        each: the shares of the rule's factors that are on one device.
+    """
+    dims = (*rule.operands, *rule.results)[sent.array]
+    return sent.share * types[sent.array].nbytes * share(each, sent.dims(dims))
 
 
 def padding(sources: Layouts, targets: Layouts, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:

@@ -21,7 +21,16 @@ import numpy as np
 
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.sharding.groups import Binding, Charge, Model, OpGroup, Use
-from autopar.cost_models.sharding.strategies import ALL_REDUCE, NOTHING, REDUCE_SCATTER, RING, padding, share, shares
+from autopar.cost_models.sharding.strategies import (
+    ALL_REDUCE,
+    NOTHING,
+    REDUCE_SCATTER,
+    RING,
+    padding,
+    sent_bytes,
+    share,
+    shares,
+)
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.control_flow import entries
@@ -236,7 +245,7 @@ def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
         if op is None or not rules[op.signature].sent:
             continue
         rule = rules[op.signature]
-        arrays = [*map(graph.type_of, op.inputs), *(graph.types[v] for v in op.outputs)]
+        types = [*map(graph.type_of, op.inputs), *(graph.types[v] for v in op.outputs)]
         cut = c.strategies.assigned[choice : choice + 1]
         each, passed = shares(cut, c.strategies.sizes, mesh.sizes), _is_ring(c, choice)
         for i, collective in enumerate(rule.sent):
@@ -244,8 +253,7 @@ def _sent(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
             devices = math.prod(mesh.sizes[axis] for axis in along)
             if devices >= collective.least and collective.ring in (None, passed):
                 names = tuple(mesh.names[axis] for axis in along)
-                piece = float(share(each, collective.dims((*rule.operands, *rule.results)[collective.array]))[0])
-                nbytes = max(1, round(collective.share * arrays[collective.array].nbytes * piece))
+                nbytes = max(1, round(float(sent_bytes(collective, rule, types, each)[0])))
                 count = max(1, round(c.weight)) * collective.times(devices)
                 yield (op.index, 200 + i), Collective(collective.kind, names, nbytes, count, op.tag, op.source)
 

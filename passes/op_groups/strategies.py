@@ -40,6 +40,7 @@ from autopar.cost_models.sharding.strategies import (
     Factors,
     StrategySet,
     piece_counts,
+    sent_bytes,
     share,
     shares,
 )
@@ -318,12 +319,12 @@ def _sent_cost(
 ) -> NDArray[np.float64]:
     """Seconds of the collectives of the devices that run an operation together, shape (n,)."""
     cost = np.zeros(len(assigned))
-    types, dims = (*work.operands, *work.results), (*rule.operands, *rule.results)
+    types = *work.operands, *work.results
     each, passed = shares(assigned, rule.sizes, mesh.sizes), (after == RING).any(1)
     for sent in rule.sent:
         along = np.isin(assigned, sent.factors)
         here = True if sent.ring is None else passed == sent.ring
-        nbytes = sent.share * types[sent.array].nbytes * share(each, sent.dims(dims[sent.array]))
+        nbytes = sent_bytes(sent, rule, types, each)
         for axes in _axis_sets(len(mesh.sizes)):
             devices = math.prod(mesh.sizes[a] for a in axes)
             if devices >= sent.least:

@@ -87,12 +87,11 @@ def _ways(graph: Graph, model: Model, op: Op, c: OpGroup, choice: int, mesh: Log
     pair = [int(row) for ring in (False, True) for row in np.flatnonzero(alike & (rings == ring))[:1]]
     if len(pair) < 2:
         return None
-    each, nbytes = shares(s.assigned[pair[:1]], rule.sizes, mesh.sizes), list[float]()
-    for ring in (False, True):
-        whole, pieces, queries = cudnn.workspace(op.name, op.params, rule, ring=ring)
-        dims = tuple(-1 if f in rule.rings else f for f in rule.operands[1])
-        counted = ((1, dims, whole), (1, rule.operands[1], pieces), (0, rule.operands[0], queries))
-        nbytes.append(sum(n * graph.type_of(op.inputs[i]).nbytes * float(share(each, d)[0]) for i, d, n in counted))
+    each = shares(s.assigned[pair[:1]], rule.sizes, mesh.sizes)
+    nbytes = [
+        sum(n * graph.type_of(op.inputs[i]).nbytes * float(share(each, dims)[0]) for i, dims, n in way)
+        for way in (cudnn.workspace(op.name, op.params, rule, ring=ring) for ring in (False, True))
+    ]
     gathered, passed = (float(s.cost[row]) * c.weight for row in pair)
     axes = " and ".join(name for name, cut in zip(mesh.names, along, strict=True) if cut)
     return _Ways(axes, bool(rings[choice]), (gathered, passed), (nbytes[0], nbytes[1]))
