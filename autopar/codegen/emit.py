@@ -8,7 +8,7 @@ Every equation is bound again inside `jax.jit`, with
   (`autopar.codegen.fold_transpose`);
 - a constrained copy where a use needs another layout than its value has, one per (value, layout);
 - values without a planned layout (free values and views) computed where they are used, once per layout;
-- operations that XLA would gather bound per device inside `jax.shard_map` (`autopar.rules.SHARD_MAPPED`);
+- operations that XLA would gather bound per device inside `jax.shard_map` (`autopar.rules.runs_per_device`);
 - loops and rematerialised bodies rebuilt, with their bodies emitted in the same way;
 - offloaded state copied to device memory at the start of the program, and back at its end
   (`autopar.codegen.host_memory`). The compiler decides when the copies run: libtpu prefetches as early as memory

@@ -29,12 +29,13 @@ from autopar.ir.op_sets import (
     RAGGED_PRODUCTS,
 )
 from autopar.rules import cudnn, pallas, partitioned, ragged
+from autopar.rules.convolutions import CONVOLUTION, is_grouped
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.rules.registry import registered_rules
 from autopar.rules.shardy import read_rules
 
-__all__ = ["SHARD_MAPPED", "Rule", "RuleReader", "parse", "replicated_rule", "rules_of"]
+__all__ = ["SHARD_MAPPED", "Rule", "RuleReader", "parse", "replicated_rule", "rules_of", "runs_per_device"]
 
 #: Leaf primitives whose lowering is opaque, or that cannot be lowered alone; replicated unless a rule is registered.
 OPAQUE = (
@@ -55,9 +56,14 @@ COMBINABLE = (*PRODUCTS, *NUMERIC_REDUCTIONS, *LOGICAL_REDUCTIONS, "reduce_xor",
 GATHERED_BY_XLA: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,)}
 
 
+def runs_per_device(op: Op) -> bool:
+    """Whether an operation is emitted under `jax.shard_map`, so that every cut has to be even."""
+    return op.name in SHARD_MAPPED or is_grouped(op)
+
+
 def _keep_combinable(op: Op, rule: Rule) -> Rule:
     """The rule, in which reduced factors whose partial sums cannot be combined need replication."""
-    combined = _reduced_features(op, rule) if op.name == "conv_general_dilated" else rule.reduced
+    combined = _reduced_features(op, rule) if op.name == CONVOLUTION else rule.reduced
     combined = combined if op.name in COMBINABLE else ()
     if combined == rule.reduced:
         return rule
@@ -67,13 +73,13 @@ def _keep_combinable(op: Op, rule: Rule) -> Rule:
 
 
 def _reduced_features(op: Op, rule: Rule) -> tuple[int, ...]:
-    """The input features of a convolution with one batch group.
+    """The input features of a convolution.
 
-    Sharded along any other factor that it sums over (windows, batch groups), XLA adds the partial sums of too many
-    devices whenever a mesh axis is left over (seen on jaxlib 0.10.2 and 0.12.0).
+    Sharded along the positions of windows, XLA adds the partial sums of too many devices whenever a mesh axis is left
+    over (seen on jaxlib 0.10.2 and 0.12.0).
     """
     features = rule.operands[0][op.params["dimension_numbers"].lhs_spec[1]]
-    return tuple(f for f in rule.reduced if f == features and op.params["batch_group_count"] == 1)
+    return tuple(f for f in rule.reduced if f == features)
 
 
 def replicated_rule(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]) -> Rule:
@@ -213,9 +219,6 @@ def _parse_registered(
 
 def _is_gathered(graph: Graph, op: Op) -> bool:
     """True if XLA gathers the operands, whatever their sharding."""
-    if op.name == "conv_general_dilated" and op.params["feature_group_count"] > 1:
-        kernel = graph.type_of(op.inputs[1]).shape
-        return kernel[op.params["dimension_numbers"].rhs_spec[1]] > 1  # only depthwise groups are partitioned
     sizes = GATHERED_BY_XLA.get(op.name)
     return sizes is not None and any(graph.type_of(a).itemsize in sizes for a in op.inputs)
 

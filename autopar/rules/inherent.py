@@ -12,6 +12,7 @@ from types import MappingProxyType
 from autopar import jax_compat
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import (
+    ALL_PRODUCTS,
     ATTENTION,
     CALLBACKS,
     CUMULATIVE_REDUCTIONS,
@@ -19,7 +20,6 @@ from autopar.ir.op_sets import (
     JOINS,
     LAPACK,
     LOGICAL_REDUCTIONS,
-    RAGGED_PRODUCTS,
     SCATTERS,
     SLICES,
     WINDOW_REDUCTIONS,
@@ -40,11 +40,10 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "random access over the only dimension that could be cut": ("gather", *SCATTERS, "scatter-sub"),
     "it contracts all dimensions that could be cut, in its own way": (
         *("reduce", *LOGICAL_REDUCTIONS, "reduce_xor", "reduce_window", *WINDOW_REDUCTIONS),
-        *("dot_general", *RAGGED_PRODUCTS),
+        *ALL_PRODUCTS,
     ),
     "it draws its elements one after the other": ("random_gamma", "rng_uniform", "rng_bit_generator"),
     "XLA gathers what it reads in types of 8 bytes": ("select_and_scatter_add",),
-    "XLA gathers what convolutions in groups read": ("conv_general_dilated",),
 }
 
 #: Operation -> why no dimension of it can be cut.

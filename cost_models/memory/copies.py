@@ -319,8 +319,13 @@ class _Link(NamedTuple):
             self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
 
     def transposed(self, kind: Kind, birth: int, death: int, of_target: bool) -> None:
-        """A transposed copy of this kind where the layouts differ, as large as the target's piece or the source's."""
+        """A transposed copy of this kind where the layouts differ, as large as the target's piece or the source's.
+
+        A reshaped one has as many elements, in dimensions that the layouts do not tell of.
+        """
         if birth <= death:
+            if len(kind.shape) != len(self.kind.shape):
+                kind = self.kind._replace(itemsize=kind.itemsize)
             key = ("transposed", self.number, kind, of_target)
             at = self.sizes.at(key, lambda: self._table(True, of_target, kind))
             self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)

@@ -41,7 +41,7 @@ from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.layout import Layout, divides
-from autopar.ir.op_sets import ALL_PRODUCTS, RAGGED_PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, KERNEL_CALLS, RAGGED_PRODUCTS, RETURNING_CALLBACKS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import Builder, Followed, Kind, alias, use
@@ -50,13 +50,17 @@ from autopar.passes.op_groups.manual import manual_call
 from autopar.passes.op_groups.pinned import check_bound, has_layout, restrict
 from autopar.passes.op_groups.regions import REGIONS
 from autopar.passes.op_groups.strategies import MOST_PADDING, Work, strategies_of, sum_strategies
-from autopar.rules import SHARD_MAPPED, Rule, ragged
+from autopar.rules import SHARD_MAPPED, Rule, ragged, runs_per_device
+from autopar.rules.convolutions import CONVOLUTION
 from autopar.rules.manual import MANUAL
 
 #: Operations that always have strategies of their own.
 ANCHORS = (*ALL_PRODUCTS, "sharding_constraint")
 #: Operations that are not computed once per layout in which their result is read, even if their operands are free.
-NEVER_FREE = (*ANCHORS, *KERNELS, MANUAL, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator")
+NEVER_FREE = (
+    *(*ANCHORS, *KERNELS, *KERNEL_CALLS, *RETURNING_CALLBACKS, MANUAL),
+    *("gather", "scatter", "scatter-add", "sort", "rng_bit_generator"),
+)
 #: Operations on (operand, indices, updates) for which XLA supports uneven pieces along the windows only.
 WINDOWED = ("scatter-add", "scatter")
 #: Operations whose reduction is a sum, so that partial results may be reduce-scattered.
@@ -349,7 +353,8 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     results = tuple(b.graph.types[v] for v in op.outputs)
     dtype = computing_dtype(op, operands) if operands else results[0].dtype
     defers = op.index in b.deferral.products
-    even = rule.free if op.name in SHARD_MAPPED else _even(rule) if op.name in WINDOWED else ()
+    per_device = runs_per_device(op) or (defers and op.name == CONVOLUTION)
+    even = rule.free if per_device else _even(rule) if op.name in WINDOWED else ()
     linear_sum, product = op.name in SUMS, op.name in ALL_PRODUCTS
     behind, dot = b.overlap.sums(op), op.name == "dot_general"
     backend = backend_of(b.mesh.device)

@@ -12,9 +12,8 @@ all-reduce for the inputs of q, k and v.
 
 If passes of the program repeat (`Graph.repeats`), the values that they leave to operations that run once are summed
 over all executions, and may be partial until then: gradients are reduced over devices once per step. This applies to
-dots, to sums over dimensions, and to scatters that add to zeros. It applies through rematerialised bodies and stacked
-results of scans as well -> _left. It does not apply to convolutions: split into the parts of each device they are
-grouped convolutions, for which XLA gathers both operands.
+products, to sums over dimensions, and to scatters that add to zeros. It applies through rematerialised bodies and
+stacked results of scans as well -> _left.
 
 A carry of a scan that starts from zero and is only added to may be partial in all iterations; the operations that read
 the result of the loop reduce it -> _accumulators. A loop over microbatches thus reduces gradients once per step, and
@@ -32,7 +31,7 @@ from functools import cached_property, lru_cache
 
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Repeats
-from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
+from autopar.ir.op_sets import ADDITIONS, PRODUCTS, RELAYOUTS
 from autopar.jax_compat import REMAT, scan_counts
 
 #: Elementwise sums of two operands.
@@ -40,7 +39,7 @@ SUMS = (*ADDITIONS, "sub")
 #: Products whose partial sums a sum may take.
 DOTS = ("dot_general",)
 #: Operations whose results can be split into the parts of each device.
-SPLIT = (*DOTS, "reduce_sum", "scatter-add")
+SPLIT = (*PRODUCTS, "reduce_sum", "scatter-add")
 #: Operations that are linear in one operand if all others are scalars.
 LINEAR = (*RELAYOUTS, "neg", "copy", "mul", "div")
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.core
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 LEARNT = r"loss of the last steps \d\.\d\d nats, unigram entropy \d\.\d\d: ok"
-EQUAL = r"3 parallel steps equal the single-device run: loss within \d\.\de-\d\d \(allowed 1e-05\): ok"
+EQUAL = r"3 parallel steps equal the single-device run: loss within \d\.\de[-+]\d\d \(allowed 1e-05\): ok"
 
 #: Example -> patterns of its last lines.
 LAST_LINES = {

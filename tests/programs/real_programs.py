@@ -435,6 +435,20 @@ def convolutions() -> Any:
     return step, ({"plain": array(3, 3, 4, 8), "grouped": array(3, 3, 1, 16)}, array(8, 8, 8, 4))
 
 
+def attention_of_jax() -> Any:
+    """Its einsums have dimensions of extent 1, so that operands are transposed and reshaped."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def run(params: Any) -> jax.Array:
+            q, k, v = ((x @ params[name]).reshape(*x.shape[:2], 4, -1) for name in ("q", "k", "v"))
+            return jnp.mean(jax.nn.dot_product_attention(q, k, v) ** 2)
+
+        loss, gradients = jax.value_and_grad(run)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), loss
+
+    return step, ({name: array(16, 16) for name in ("q", "k", "v")}, array(8, 4, 16))
+
+
 def shape_changes() -> Any:
     def step(x: jax.Array) -> Any:
         y = jnp.pad(x.reshape(4, 4, 8).transpose(1, 0, 2), ((1, 0), (0, 2), (0, 0)))
@@ -493,6 +507,22 @@ def prints_and_callbacks() -> Any:
 def pure_callback() -> Any:
     def step(x: jax.Array, w: jax.Array) -> Any:
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential") @ w
+
+    return step, (array(16, 8), array(8, 8))
+
+
+def callback_in_a_branch() -> Any:
+    """A callback without operands, of whose results only one is read, as in `equinox.error_if` of several arrays."""
+
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        y = jnp.tanh(x @ w)
+        shapes = jax.ShapeDtypeStruct(y.shape, y.dtype), jax.ShapeDtypeStruct((), y.dtype)
+
+        def called(y: jax.Array, _: jax.Array) -> Any:
+            return jax.pure_callback(lambda: (np.ones(y.shape, y.dtype), np.ones((), y.dtype)), shapes)
+
+        y, _ = lax.cond(jnp.isnan(w[0, 0]), called, lambda y, first: (y, first), y, w[0, 0])
+        return y @ w
 
     return step, (array(16, 8), array(8, 8))
 
@@ -597,6 +627,8 @@ PROGRAMS: tuple[tuple[str, Callable[[], Any]], ...] = (
             taking_and_scattering,
             one_hot_and_einsum,
             convolutions,
+            attention_of_jax,
+            callback_in_a_branch,
             shape_changes,
             linear_algebra,
             barriers_and_names,

@@ -22,8 +22,9 @@ from autopar import jax_compat
 from autopar.ir.graph import Op
 from autopar.ir.layout import spec
 from autopar.ir.trace import trace
-from autopar.rules import Rule, rules_of
-from autopar.rules.own import OWN_RULES, SHARD_MAPPED
+from autopar.rules import Rule, convolutions, rules_of, runs_per_device
+from autopar.rules.convolutions import is_grouped
+from autopar.rules.own import OWN_RULES
 from autopar.verification import hlo
 from tests.programs.steps import array
 from tests.programs.test_real_programs import values
@@ -140,12 +141,18 @@ def _check(op: Op, rule: Rule, factor: int, axis: int, mesh: Any) -> None:
     def run(*operands: Any) -> tuple[Any, ...]:
         return tuple(jax_compat.bind(op.equation, operands))
 
+    def run_part(*operands: Any) -> tuple[Any, ...]:
+        devices = SIZES[axis] if is_grouped(op) and factor == convolutions.group_factor(op, rule) else 1
+        params = convolutions.part(op.params, devices) if is_grouped(op) else op.params
+        parts = jax_compat.bind(op.equation.replace(params=params), operands)
+        return tuple(lax.psum(x, NAMES[axis]) if factor in rule.reduced else x for x in parts)
+
     avals = [v.aval for v in op.equation.invars]
     operands = [_numbers(op, aval) for aval in avals]
     into = [sharding(dims, aval) for dims, aval in zip(rule.operands, avals, strict=True)]
     out = tuple(sharding(dims, v.aval) for dims, v in zip(rule.results, op.equation.outvars, strict=True))
     specs: Any = {"in_specs": tuple(s.spec for s in into), "out_specs": tuple(s.spec for s in out)}
-    emitted_as = jax.shard_map(run, mesh=mesh, check_vma=False, **specs) if op.name in SHARD_MAPPED else run
+    emitted_as = jax.shard_map(run_part, mesh=mesh, check_vma=False, **specs) if runs_per_device(op) else run
     compiled = jax.jit(emitted_as, in_shardings=into, out_shardings=out).lower(*avals).compile()
     what = f"{op.name} '{rule}', factor {factor} over {NAMES[axis]}"
     for got, expected in zip(compiled(*map(jax.device_put, operands, into)), jax.jit(run)(*operands), strict=True):
@@ -176,11 +183,7 @@ def test_every_own_rule_is_tested() -> None:
     assert set(OWN_RULES) <= tested
 
 
-def test_gathered_operations_have_no_free_dimension() -> None:
-    assert [rule.free for _, rule in operations("grouped conv")] == [()]
-
-
 @pytest.mark.parametrize("title", ["conv gradient", "depthwise conv gradient", "grouped conv gradient"])
 def test_only_features_of_a_convolution_leave_partial_sums(title: str) -> None:
     _, rule = operations(title)[-1]
-    assert [rule.operands[0].index(f) for f in rule.reduced] == ([0] if title == "conv gradient" else [])
+    assert [rule.operands[0].index(f) for f in rule.reduced] == [0]

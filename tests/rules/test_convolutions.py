@@ -1,0 +1,154 @@
+"""Convolutions in groups: their rules as text, any plan against one device, and partial sums of kernels' gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import autopar
+from autopar.api import parallelize
+from autopar.ir.trace import trace
+from autopar.passes.mesh_search import planner as planning
+from autopar.rules import rules_of
+from tests.codegen.test_emit import chosen_at_random
+from tests.programs.steps import array
+from tests.programs.test_real_programs import assert_equal
+from tests.support.effort import sample
+
+IMAGES = array(8, 5, 5, 16)
+MESHES = (8,), (2, 4), (2, 2, 2)
+
+
+def convolution(groups: int, numbers: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC")) -> Callable[..., jax.Array]:
+    def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    return run
+
+
+def gradients(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return lambda *args: jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1))(*args)
+
+
+def for_each_example(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The gradient of a kernel for each example, which JAX computes in as many groups."""
+    own = jax.grad(lambda kernel, x: jnp.sum(jnp.sin(convolution(1)(x[None], kernel))))
+    return jax.vmap(own, (None, 0))(kernel, x)
+
+
+FORWARD = "a b c d, e f g d -> a b c d | keep b c e f g"
+BACKWARD = "a b c d, e f d g -> a b c d | keep b c e f g"
+#: title -> function, arguments, the rules of its convolutions
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = {
+    "groups": (
+        gradients(convolution(4)),
+        (IMAGES, array(3, 3, 4, 32)),
+        (FORWARD, "a b c d, a b c d -> e f g d | reduce a | keep b c g", BACKWARD),
+    ),
+    "depthwise": (
+        gradients(convolution(16)),
+        (IMAGES, array(3, 3, 1, 16)),
+        (FORWARD, "a b c d, a b c d -> e f g d | reduce a | keep b c", BACKWARD),
+    ),
+    "features in front of the result": (
+        convolution(16, ("NHWC", "HWIO", "NCHW")),
+        (IMAGES, array(3, 3, 1, 16)),
+        ("a b c d, e f g d -> a d b c | keep b c e f g",),
+    ),
+    "features behind those of the operand": (
+        convolution(8, ("CHWN", "OIHW", "HWNC")),
+        (array(16, 5, 5, 8), array(16, 2, 3, 3)),
+        ("a b c d, a e f g -> b c d a | keep b c e f g",),
+    ),
+    "for each example": (
+        for_each_example,
+        (array(8, 5, 5, 2), array(3, 3, 2, 4)),
+        ("a b c d, e f d g -> a b c g | reduce d | keep b c e f", "a b c d, e b c a -> f g d a | keep b c e"),
+    ),
+}
+
+
+def rule_texts(fn: Callable[..., Any], *args: Any) -> tuple[str, ...]:
+    graph = trace(fn, *args).graph
+    rules = rules_of(graph)
+    return tuple(str(rules[op.signature]) for op in graph.walk() if op.name == "conv_general_dilated")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("title", CASES)
+def test_examples_and_groups_may_be_sharded(title: str) -> None:
+    fn, args, expected = CASES[title]
+    assert rule_texts(fn, *args) == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seed"), sample(itertools.product(MESHES, range(8)), [*zip(MESHES, range(3), strict=True)])
+)
+@pytest.mark.core
+@pytest.mark.parametrize("title", CASES)
+def test_any_plan_gives_the_same_numbers(
+    title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, args, _ = CASES[title]
+    monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
+    assert_equal(parallelize(fn, mesh=mesh, donate_argnums=())(*args), jax.jit(fn)(*args))
+
+
+# A step
+
+
+def step_of(groups: int) -> Callable[..., Any]:
+    def step(kernel: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda kernel: jnp.mean(jnp.sin(convolution(groups)(x, kernel)) ** 2))(kernel)
+        return kernel - 0.1 * grad, loss
+
+    return step
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_any_plan_of_a_loop_over_microbatches_gives_the_same_numbers(
+    groups: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, args = step_of(groups), (array(3, 3, 16 // groups, 16), array(16, 5, 5, 16))
+    monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
+    assert_equal(parallelize(step, mesh=(2, 4), num_microbatches=2, donate_argnums=())(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_of_kernels_are_reduced_once_for_all_microbatches(groups: int) -> None:
+    shapes = (3, 3, 64 // groups, 64), (256, 16, 16, 64)
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    plan = autopar.plan(step_of(groups), *args, mesh=(8,), cluster="dgx-h100", num_microbatches=4)
+    assert plan.inputs[1] == (0,)
+    of_kernels = [c for c in plan.collectives if c.bytes > 4]
+    assert {c.count for c in of_kernels} == {1}
+    report = autopar.verify(plan, step_of(groups), *args)
+    assert report.ok, str(report)
+
+
+def test_a_network_of_depthwise_convolutions_is_data_parallel() -> None:
+    """The images of a large batch stay where they are, forward and backward."""
+
+    def loss(kernels: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+        for kernel in kernels:
+            x = jax.nn.relu(convolution(x.shape[-1] // kernel.shape[2])(x, kernel))
+        return jnp.mean(x**2)
+
+    shapes = (3, 3, 1, 64), (1, 1, 64, 64), (3, 3, 16, 64)
+    kernels = tuple(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)
+    images = jax.ShapeDtypeStruct((1024, 32, 32, 64), np.float32)
+    plan = autopar.plan(jax.grad(loss), kernels, images, mesh=(8,), cluster="dgx-h100")
+    assert plan.inputs[-1] == (0,)
+    assert sum(c.bytes for c in plan.collectives) < 1e6
+    assert not [note for note in plan.notes if "replicated" in note]
