@@ -1,9 +1,10 @@
-"""Equal programs without what XLA removes.
+"""Equal programs without what XLA removes, or has another name for.
 
     dead code       equations that no result needs (JAX's own elimination, which keeps kernels; these too), and carries
                     of a `while` that only the loop itself reads
     cond            with a constant index: a call of the branch that it takes
     linear solve    a call of the solver; its other functions are for differentiation
+    psum, pmax      over an axis of `jax.vmap`: a reduction over its dimension
 
 A carry of a `while` is live if
 
@@ -39,10 +40,7 @@ def simplified(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _smaller(jaxpr: Any) -> Any | None:
-    """A jaxpr without dead kernels and carries, and without a `cond` of a constant index, at any depth.
-
-    None if it has none of these.
-    """
+    """A jaxpr without what the module's docstring lists, at any depth; None if it has none of it."""
     read = {id(v) for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))}
     alive = [e for e in jaxpr.eqns if not _is_dead_kernel(e, read)]
     changed = {i: e for i, e in enumerate(_smaller_equation(e, read) for e in alive) if e is not None}
@@ -68,6 +66,8 @@ def _smaller_equation(equation: jex.JaxprEqn, read: set[int]) -> jex.JaxprEqn | 
         return _taken_branch(equation, int(index.val))
     if equation.primitive.name == "custom_linear_solve":
         return _solve_alone(equation)
+    if (reduction := jax_compat.reduced_over_dimensions(equation)) is not None:
+        return reduction
     params = {name: _smaller_param(value) for name, value in equation.params.items()}
     changed = {name: value for name, value in params.items() if value is not None}
     if changed:

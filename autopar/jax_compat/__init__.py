@@ -272,6 +272,24 @@ def reduce_sum(array: Any, dims: Sequence[int]) -> Any:
     return jax.lax.reduce_sum(array, tuple(dims))
 
 
+_REDUCTIONS_OVER_AXES = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+
+
+def reduced_over_dimensions(equation: Any) -> Any | None:
+    """The reduction that a collective over an axis of `jax.vmap` has become: one over dimensions; None if it is none.
+
+    Tried on 0.10.2 and 0.12.0.
+    """
+    reduce = _REDUCTIONS_OVER_AXES.get(equation.primitive.name)
+    axes = equation.params.get("axes", ())
+    whole = reduce is not None and equation.params.get("axis_index_groups") is None
+    if not whole or len(equation.invars) != 1 or not all(isinstance(axis, int) for axis in axes):
+        return None
+    aval = jax.ShapeDtypeStruct(equation.invars[0].aval.shape, equation.invars[0].aval.dtype)
+    (reduction,) = jax.make_jaxpr(lambda x: reduce(x, tuple(axes)))(aval).eqns
+    return equation.replace(primitive=reduction.primitive, params=reduction.params)
+
+
 def weakly_typed(array: jax.Array) -> jax.Array:
     """The same array as one that a Python number has made, on the same devices. Tried on 0.10.2 and 0.12.0."""
     return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
