@@ -45,9 +45,13 @@ def named_batch(args: Sequence[Any], s: Settings) -> tuple[int, ...] | None:
 
 
 def donated(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, ...] | str:
-    """The leaves whose buffers the step may reuse; "auto": those of the state."""
+    """The leaves whose buffers the step may reuse; "auto": those of the state.
+
+    Arguments in `batch_argnums` are kept, also where the step returns what looks like the next ones.
+    """
     kept, named = arguments.unchanged_leaves(traced.out_tree), _named("donate_argnums", s.donate_argnums, args, s)
     if named is None:
+        kept = {*kept, *(named_batch(args, s) or ())}
         return tuple(sorted({*match_state(traced.graph).values()} - kept)) if kept else "auto"
     return tuple(i for i in named if i not in kept)
 

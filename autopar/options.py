@@ -176,6 +176,8 @@ def settings(options: Mapping[str, Any]) -> Settings:
         options = {**options, "cluster": Cluster.named(named, devices=meshes.num_devices(options.get("mesh")))}
     checked = Settings(**{name: _checked(name, value) for name, value in options.items()})
     _check_stages(checked)
+    if checked.plan is not None:
+        _check_agrees(checked, checked.plan)
     return checked
 
 
@@ -204,6 +206,25 @@ def _check_stages(s: Settings) -> None:
     if s.pipelined and s.schedule == "none":
         choices = ", ".join(map(repr, RUNNABLE[1:]))
         raise ScheduleError(f"schedule='none' is for one stage, and stages={s.stages}; use 'auto' or {choices}")
+
+
+def _check_agrees(s: Settings, plan: Plan) -> None:
+    """ArgumentError for an option of planning that is not what a given plan has."""
+    has: Mapping[str, Any] = {
+        **dict.fromkeys(("pins", "memory_budget", "remat", "offload")),  # a plan may be as they want it by chance alone
+        "num_microbatches": plan.num_microbatches,
+        "stages": len(plan.stages),
+        "schedule": plan.schedule,
+        "per_microbatch": plan.per_microbatch,
+    }
+    for name, value in has.items():
+        asked = getattr(s, name)
+        if asked not in (getattr(Settings, name, None), value):
+            of_plan = "" if value is None else f", which has {value!r}"
+            raise ArgumentError(
+                f"{name}={asked!r:.60} does not go with plan={of_plan}: a plan is run as it is. Leave {name} out, or "
+                "leave plan out to plan with it."
+            )
 
 
 def check_one_stage(s: Settings) -> None:

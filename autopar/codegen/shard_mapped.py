@@ -39,7 +39,8 @@ def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequenc
     is_kernel = op.name == "pallas_call"
     if is_kernel and context.rules[op.signature].origin == "user":
         return bind
-    if not is_kernel and all(layout == unsharded for layout in result_layouts):
+    in_order = op.name == "fft" and context.on_cpu  # also of whole arrays, which XLA gathers in any order
+    if not is_kernel and not in_order and all(layout == unsharded for layout in result_layouts):
         return bind
     ranks = [context.graph.type_of(atom).rank for atom in op.inputs]
     in_specs = tuple(spec(layout, rank, names) for layout, rank in zip(operand_layouts, ranks, strict=True))
@@ -48,7 +49,7 @@ def _bind_locally(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequenc
     if is_kernel:
         parts = [_part(context, t.shape, layout) for layout, t in zip(result_layouts, types, strict=True)]
         bind = partial(pallas.bind_part, op.equation, parts, specs=in_specs)
-    if op.name == "fft" and context.on_cpu:
+    if in_order:
         bind = partial(_bind_in_order, op)
     return _shard_mapped(context, lambda *shards: bind(shards), in_specs, out_specs)
 

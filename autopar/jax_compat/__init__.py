@@ -282,8 +282,9 @@ def reduced_over_dimensions(equation: Any) -> Any | None:
     """
     reduce = _REDUCTIONS_OVER_AXES.get(equation.primitive.name)
     axes = equation.params.get("axes", ())
-    whole = reduce is not None and equation.params.get("axis_index_groups") is None
-    if not whole or len(equation.invars) != 1 or not all(isinstance(axis, int) for axis in axes):
+    if reduce is None or equation.params.get("axis_index_groups") is not None or len(equation.invars) != 1:
+        return None
+    if not all(isinstance(axis, int) for axis in axes):
         return None
     aval = jax.ShapeDtypeStruct(equation.invars[0].aval.shape, equation.invars[0].aval.dtype)
     (reduction,) = jax.make_jaxpr(lambda x: reduce(x, tuple(axes)))(aval).eqns

@@ -108,7 +108,9 @@ class LayeredProgram:
         if (layer, keeps_products) not in self.cache:
             ops = self.layers.ops(layer)
             layer_values = frozenset(v for op in ops for v in op.outputs)
-            kept = frozenset(v for op in ops for v in op.outputs if _is_kept(self, op, v, layer_values, keeps_products))
+            kept = layer_values  # without a backward pass of its own, there is nothing in front of which to recompute
+            if layer in self.backward:
+                kept = frozenset(v for v in layer_values if _is_kept(self, v, layer_values, keeps_products))
             read = (v for v in sorted(layer_values - kept) if self._is_read_backward(v))
             self.cache[layer, keeps_products] = Residuals(kept, layer_values - kept, tuple(read))
         return self.cache[layer, keeps_products]
@@ -126,11 +128,12 @@ def layered(graph: Graph) -> LayeredProgram:
     return LayeredProgram(graph, layers_pass.find(graph))
 
 
-def _is_kept(program: LayeredProgram, op: Op, value: int, layer_values: Set[int], keeps_products: bool) -> bool:
+def _is_kept(program: LayeredProgram, value: int, layer_values: Set[int], keeps_products: bool) -> bool:
     """Whether a value of a layer stays in memory.
 
     It does if it depends on no argument, if operations outside the layer's own passes read it, or by the policy.
     """
+    op = program.graph.ops[program.producer[value]]
     if value in program.constant or op.equation.effects or (keeps_products and op.name in ALL_PRODUCTS):
         return True
     for q in program.readers.get(value, ()):

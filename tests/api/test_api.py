@@ -189,6 +189,18 @@ def test_donation_can_be_chosen() -> None:
         assert plan.donated == donated
 
 
+def test_an_argument_that_is_named_as_the_batch_is_not_donated() -> None:
+    """An autoencoder returns its reconstruction, which looks like the next batch."""
+
+    def step(w: Any, x: Any) -> Any:
+        out = jnp.tanh(x @ w)
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - x) ** 2))(w), out
+
+    args = array(8, 8), array(16, 8)
+    assert autopar.plan(step, *args, mesh=(8,)).donated == (0, 1)
+    assert autopar.plan(step, *args, mesh=(8,), batch_argnums=1).donated == (0,)
+
+
 def test_less_than_a_plan_donates_may_be_donated() -> None:
     plan = autopar.plan(plain, two_layers(), array(16, 8), mesh=(8,))
     assert plan.donated

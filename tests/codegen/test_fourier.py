@@ -37,3 +37,21 @@ def test_their_operands_are_in_memory_in_order() -> None:
             jax.tree.leaves(step(weights, batch)), jax.tree.leaves(jax.jit(spectrum)(weights, batch)), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+
+
+def test_so_are_those_that_are_whole_on_every_device() -> None:
+    """Microbatches of a single example: XLA gathers the operand of a transform over all other dimensions."""
+
+    def step(filters: Any, batch: Any) -> Any:
+        def loss(filters: Any) -> Any:
+            return jnp.mean(jnp.abs(jnp.fft.ifft2(jnp.fft.fft2(batch + 0j) * filters)) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(filters)
+        return filters - 0.1 * gradient, value
+
+    filters, batch = np.ones((8, 8), np.float32), np.random.default_rng(0).normal(size=(8, 8, 8)).astype(np.float32)
+    options = {"mesh": (4, 2), "cluster": dear((4, 2)), "stages": 2, "num_microbatches": 8, "donate_argnums": ()}
+    for ours, theirs in zip(
+        autopar.parallelize(step, **options)(filters, batch), jax.jit(step)(filters, batch), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)

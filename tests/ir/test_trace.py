@@ -446,3 +446,20 @@ def test_equal_operations_have_equal_signatures() -> None:
     of = lambda name: [op.signature for op in ops if op.name == name]  # noqa: E731
     assert of("sin")[0] == of("sin")[1] != of("sin")[2]
     assert len(set(of("mul"))) == 1
+
+
+@pytest.mark.core
+def test_a_collective_over_an_axis_of_vmap_is_a_reduction() -> None:
+    def centred(x: Any) -> Any:
+        return x - lax.pmean(x, "batch") + lax.pmax(x, "batch") * lax.pmin(x, "batch") + lax.psum(x, "batch")
+
+    traced = trace(jax.vmap(centred, axis_name="batch"), jnp.ones((8, 4)))
+    names = [op.name for op in traced.graph.ops]
+    assert [name for name in names if name.startswith("reduce")] == [
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_sum",
+    ]
+    assert not {*names} & {"psum", "pmax", "pmin"}
+    assert [op.params["axes"] for op in traced.graph.ops if op.name.startswith("reduce")] == [(0,)] * 4

@@ -449,6 +449,21 @@ def attention_of_jax() -> Any:
     return step, ({name: array(16, 16) for name in ("q", "k", "v")}, array(8, 4, 16))
 
 
+def batch_norm_over_an_axis_of_vmap() -> Any:
+    """As in `equinox.nn.BatchNorm`."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def normalised(w: jax.Array, row: jax.Array) -> jax.Array:
+            h = row @ w
+            h, largest = h - lax.pmean(h, "batch"), lax.pmax(jnp.abs(lax.stop_gradient(h)), "batch")
+            return jnp.sum(jnp.tanh(h / largest) ** 2)
+
+        over_batch = jax.vmap(normalised, (None, 0), axis_name="batch")
+        return jax.value_and_grad(lambda w: jnp.mean(over_batch(w, x)))(w)
+
+    return step, (array(8, 8), array(16, 8))
+
+
 def shape_changes() -> Any:
     def step(x: jax.Array) -> Any:
         y = jnp.pad(x.reshape(4, 4, 8).transpose(1, 0, 2), ((1, 0), (0, 2), (0, 0)))
@@ -628,6 +643,7 @@ PROGRAMS: tuple[tuple[str, Callable[[], Any]], ...] = (
             one_hot_and_einsum,
             convolutions,
             attention_of_jax,
+            batch_norm_over_an_axis_of_vmap,
             callback_in_a_branch,
             shape_changes,
             linear_algebra,

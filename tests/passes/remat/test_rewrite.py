@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
+import autopar
 from autopar import jax_compat, zoo
 from autopar.cost_models.flops import work
 from autopar.ir.graph import Graph, Op, Region, verify
@@ -334,3 +335,21 @@ def falls_and_stays(scan: bool) -> None:
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_a_layer_without_a_backward_pass_of_its_own_stays_as_it_is(policy: str) -> None:
+    """What is in front of a loop, as the noise of a Kalman filter, whose residuals the loop's backward pass reads."""
+
+    def step(q: Any, batch: Any) -> Any:
+        def likelihood(q: Any, y: Any) -> Any:
+            noise = jnp.diag(jnp.exp(q))
+            return jnp.sum(jax.lax.scan(lambda c, y: (jnp.tanh(c @ noise) + y, jnp.sum(c @ noise)), y[0], y)[1])
+
+        loss, gradient = jax.value_and_grad(lambda q: jax.vmap(likelihood, (None, 0))(q, batch).mean())(q)
+        return q - 0.1 * gradient, loss
+
+    args = jnp.zeros(4), jnp.ones((8, 6, 4))
+    run = autopar.parallelize(step, mesh=(2, 4), remat=policy, donate_argnums=())
+    for ours, theirs in zip(run(*args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
