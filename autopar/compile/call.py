@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from autopar import argnums, jax_compat
 from autopar.errors import ArgumentError, AutoparWarning, MeshError, PinError, TraceError
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
 from autopar.ir import arguments
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
 from autopar.options import Settings, name_of
@@ -145,17 +146,26 @@ def donated_leaves(call: Call, s: Settings) -> tuple[int, ...]:
 
 
 def wanted_mesh(traced: Traced, s: Settings) -> Any:
-    """The mesh to plan for: the given one, or an Explicit one if the step constrains shardings; None: search.
+    """The mesh to plan for: the given one, or the one over which the step constrains shardings; None: search.
 
-    A `shard_map` in the step has a mesh of its own, which is the one to plan for. Given as sizes alone, a mesh has its
-    names.
+    That is an Explicit one, or that of the first `NamedSharding` in a constraint. A `shard_map` in the step has a mesh
+    of its own, which is the one to plan for. Given as sizes alone, a mesh has its names.
 
     Raises:
         MeshError: a `shard_map` has another mesh than the one that is given, or than another `shard_map`.
     """
-    constrained = traced.pins or any(op.name == "sharding_constraint" for op in traced.graph.walk())
-    given = traced.mesh if s.mesh is None and constrained else s.mesh
+    constraints = [op for op in traced.graph.walk() if op.name == "sharding_constraint"]
+    given = s.mesh
+    if given is None and (traced.pins or constraints):
+        given = traced.mesh if traced.mesh is not None else _mesh_of_constraints(constraints)
     return given if s.pipelined else _mesh_of_maps(traced.graph, given)
+
+
+def _mesh_of_constraints(constraints: Sequence[Op]) -> Any:
+    """The mesh of the first `NamedSharding` in these operations: its devices, or its sizes; None: there is none."""
+    shardings = (op.params["sharding"] for op in constraints)
+    mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
+    return mesh if mesh is None or jax_compat.is_concrete_mesh(mesh) else dict(mesh.shape)
 
 
 def _mesh_of_maps(graph: Graph, given: Any) -> Any:

@@ -240,7 +240,10 @@ def _check_order(partition: PartitionSpec, mesh: LogicalMesh, what: str) -> None
     for entry in partition:
         if isinstance(entry, tuple) and (ordered := tuple(sorted(entry, key=mesh.names.index))) != entry:
             first = next(i for i, name in enumerate(entry) if name != ordered[i])
-            raise PinError(f"{what}: {partition} cuts over '{entry[first]}' before '{ordered[first]}'; use {ordered}")
+            raise PinError(
+                f"{what}: {partition} cuts over '{entry[first]}' before '{ordered[first]}'; use {ordered}, or a mesh "
+                f"with '{entry[first]}' before '{ordered[first]}'"
+            )
 
 
 def _some(names: tuple[str, ...], most: int = 8) -> str:

@@ -273,6 +273,18 @@ def test_planning_needs_no_devices() -> None:
             step.compiled(*shapes)
 
 
+def test_the_mesh_of_a_constraint_is_planned_for_where_none_is_given() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def step(w: Any, x: Any) -> Any:
+        return w, jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data", "model")))
+
+    args = array(8, 8), array(16, 8)
+    run = parallelize(step, donate_argnums=())
+    assert run.plan(*args).mesh == {"data": 2, "model": 4}
+    assert_equal(run(*args), jax.jit(step)(*args))
+
+
 # Arrays that lie somewhere already
 
 
