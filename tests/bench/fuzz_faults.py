@@ -24,6 +24,7 @@ from typing import Any
 from autopar import jax_compat
 from autopar.bench.fuzz.campaign import flags
 from autopar.bench.worker import cpu_devices
+from autopar.codegen import emitter
 from autopar.errors import AutoparError
 from autopar.passes.microbatch import analysis, constant_indices, grouped, loop, programs
 from autopar.passes.microbatch.analysis import Microbatches, split
@@ -151,6 +152,13 @@ FAULTS = (
         "meshes",
         lambda: [(op_groups, "combines", lambda backend, operation, dtype: True)],
         "reduce_or|reduce_and|complex",
+        analysed=False,
+    ),
+    Fault(
+        "convolutions in groups are left to the compiler",
+        "meshes",
+        lambda: [(emitter, "is_grouped", lambda op: False)],
+        r"feature_group_count=(?!1\b)|vmap\(jax\.grad",
         analysed=False,
     ),
     Fault(

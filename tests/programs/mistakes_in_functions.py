@@ -142,7 +142,7 @@ FUNCTIONS: Mistakes = (
         "shard_map against the order of the mesh",
         lambda: planned(mapped_over((2, 4), ("x", "y"), P(("y", "x"))), (X,), mesh=None),
         PinError,
-        rf"operand 0 of shard_map at {LINE}: .* cuts over 'y' before 'x'; use \('x', 'y'\)",
+        rf"operand 0 of shard_map at {LINE}: .* over 'y' before 'x'; use \('x', 'y'\), or a mesh with 'y' before 'x'",
     ),
     # Arguments that are changed, and what is none
     (

@@ -178,26 +178,37 @@ def attention(scope: Scope) -> None:
 
 
 def convolution(scope: Scope) -> None:
-    """A convolution of one or two spatial dimensions, with strides, dilations or groups."""
+    """A convolution of one or two spatial dimensions, with strides, dilations, groups, or another order of dimensions.
+
+    Some are gradients of a kernel for each example.
+    """
     value = scope.find(floating, plain, batched, of_rank(3, 4), lambda v: v.folded == (1, 1))
     if value is None or value.batch is None:
         return
     rank = value.rank
     order = [value.batch, *value.free_dims()]
     channels = value.shape[order[-1]]
-    groups = max(channels, 1) if scope.chance(0.2) else 1
+    divisors = [n for n in range(1, channels + 1) if channels % n == 0]
+    groups = scope.rng.choice(divisors[1:] or [1]) if scope.chance(0.3) else 1
     spatial = "HW"[: rank - 2]
     kernel = scope.param((*[2] * (rank - 2), channels // groups, groups * 2))
     strides = tuple(scope.rng.choice((1, 1, 2)) for _ in spatial)
     dilation = tuple(scope.rng.choice((1, 1, 2)) for _ in spatial)
     padding = scope.rng.choice(("'SAME'", "'VALID'", str([(1, 0)] * (rank - 2))))
     lhs_dilation = dilation if padding[0] == "[" else (1,) * (rank - 2)
-    code = (
-        f"lax.conv_general_dilated(jnp.transpose({{0}}, {tuple(order)}), {{1}}, {strides}, {padding}, "
-        f"lhs_dilation={lhs_dilation}, dimension_numbers=('N{spatial}C', '{spatial}IO', 'N{spatial}C'), "
-        f"feature_group_count={groups})"
+    out = [*f"N{spatial}C"]
+    if scope.chance(0.3):
+        scope.rng.shuffle(out)
+    options = (
+        f"{strides}, {padding}, lhs_dilation={lhs_dilation}, feature_group_count={groups}, "
+        f"dimension_numbers=('N{spatial}C', '{spatial}IO', '{''.join(out)}')"
     )
-    scope.emit(code, value, kernel, batch=0)
+    operand = f"jnp.transpose({{0}}, {tuple(order)})"
+    if scope.chance(0.15):
+        loss = f"lambda k, x: jnp.sum(jnp.sin(lax.conv_general_dilated(x[None], k, {options})))"
+        scope.emit(f"jax.vmap(jax.grad({loss}), (None, 0))({{1}}, {operand})", value, kernel, batch=0)
+    else:
+        scope.emit(f"lax.conv_general_dilated({operand}, {{1}}, {options})", value, kernel, batch=out.index("N"))
 
 
 def window(scope: Scope) -> None:
