@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any, Unpack
 
 import jax
@@ -211,6 +212,10 @@ def save_checkpoint(path: str | os.PathLike[str], state: Any, step: Any = None, 
     written in a thread. A checkpoint has no trace of the plan: it is restored onto any mesh, and any number of stages
     and processes. With several processes, all of them call this with the same tree.
 
+    Where an earlier save into the same folder is unfinished, this first waits for it: checkpoints are written one after
+    the other, the last one is the newest, and one save at a time has copies on the host. An error of the earlier save
+    is raised by its own `wait()`.
+
     Args:
         path: a folder. The newest whole checkpoint in it counts; a writer that is killed leaves that as it was.
         state: a pytree.
@@ -221,13 +226,16 @@ def save_checkpoint(path: str | os.PathLike[str], state: Any, step: Any = None, 
         The save; its `wait()` returns the checkpoint's folder once it is whole.
 
     Raises:
-        ArgumentError: `keep` is below 1, or a value that every process has differs between them.
+        ArgumentError: `path` is no path, `keep` is no integer of at least 1, or a value that every process has differs
+            between them.
+        CheckpointError: leaves of the tree have the same path, such as those of {"a/b": x, "a": {"b": y}}.
         DonatedError: an array of the tree was donated to a step.
     """
-    if keep < 1:
-        raise ArgumentError(f"keep={keep} must be at least 1")
+    folder = _folder(path)
+    if not isinstance(keep, Integral) or keep < 1:
+        raise ArgumentError(f"keep={keep!r:.60} must be an integer of at least 1")
     plan = step.last_plan if isinstance(step, ParallelFunction) else None
-    return checkpoints.save(os.fspath(path), state, plan and plan.to_json(), keep)
+    return checkpoints.save(folder, state, plan and plan.to_json(), keep)
 
 
 def restore_checkpoint(path: str | os.PathLike[str], like: Any) -> Any:
@@ -244,9 +252,9 @@ def restore_checkpoint(path: str | os.PathLike[str], like: Any) -> Any:
 
     Raises:
         CheckpointError: there is no whole checkpoint, it is damaged, or it is of another tree.
-        ArgumentError: `like` is a function that has no plan.
+        ArgumentError: `path` is no path, or `like` is a function that has no plan.
     """
-    folder = os.fspath(path)
+    folder = _folder(path)
     if not isinstance(like, ParallelFunction):
         return checkpoints.restore(folder, like)
     wanted = next((arg for arg in like.planned_arguments() if checkpoints.is_saved(folder, arg)), None)
@@ -257,6 +265,13 @@ def restore_checkpoint(path: str | os.PathLike[str], like: Any) -> Any:
             f"{', '.join(map(repr, names[:2]))}. Call its plan(...) first, or pass a tree with shardings."
         )
     return checkpoints.restore(folder, wanted)
+
+
+def _folder(path: str | os.PathLike[str]) -> str:
+    folder = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(folder, str):
+        raise ArgumentError(f"path={path!r:.60} must be a folder, as a str or a pathlib.Path")
+    return folder
 
 
 class ParallelFunction:

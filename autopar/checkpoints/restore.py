@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from autopar.checkpoints import arrays, folder, layers
 from autopar.checkpoints.folder import Entry
 from autopar.checkpoints.layers import Source
-from autopar.checkpoints.save import names
+from autopar.checkpoints.save import called, names
 from autopar.errors import CheckpointError
 from autopar.runtime.transport import is_key
 
@@ -31,7 +31,8 @@ def restore(path: str | Path, like: Any) -> Any:
             NumPy array, whole in every process.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, it is damaged, or it is of other arrays.
+        CheckpointError: there is no whole checkpoint, it is damaged, or it is of other arrays. Or leaves of `like` have
+            the same path.
     """
     checkpoint = folder.newest(Path(path))
     entries, wanted = folder.read_manifest(checkpoint), names(like)
@@ -54,7 +55,10 @@ def is_saved(path: str | Path, like: Any) -> bool:
         CheckpointError: there is no whole checkpoint.
     """
     entries = folder.read_manifest(folder.newest(Path(path)))
-    wanted = {name: np.shape(leaf) for name, leaf in names(like).items()}
+    try:
+        wanted = {name: np.shape(leaf) for name, leaf in names(like).items()}
+    except CheckpointError:  # leaves of the same path, which no checkpoint has
+        return False
     sources = layers.sources(wanted, entries)
     return sources.keys() == wanted.keys() and not layers.unread(sources, entries)
 
@@ -64,8 +68,8 @@ def _check_names(
 ) -> None:
     missing, further = [*(wanted.keys() - sources.keys())], layers.unread(sources, entries)
     if missing or further:
-        lacks = f"lacks {', '.join(map(repr, sorted(missing)[:SHOWN]))}" if missing else ""
-        has = f"has {', '.join(map(repr, sorted(further)[:SHOWN]))} besides" if further else ""
+        lacks = f"lacks {', '.join(map(called, sorted(missing)[:SHOWN]))}" if missing else ""
+        has = f"has {', '.join(map(called, sorted(further)[:SHOWN]))} besides" if further else ""
         raise CheckpointError(
             f"'{checkpoint}' is of another tree: it {' and '.join(filter(None, (lacks, has)))} "
             f"({len(missing)} of {len(wanted)} leaves are missing, {len(further)} are not wanted)"
@@ -120,7 +124,7 @@ def _array(saved: _Saved, name: str, leaf: Any) -> Any:
     if entry.shape[:rank] != shape or (not entry.key and entry.dtype != str(dtype)) or is_key(leaf) != bool(entry.key):
         have = f"keys {entry.key}" if entry.key else entry.dtype
         raise CheckpointError(
-            f"'{name}' is {have}{list(entry.shape)} in '{saved.path}', and wanted as {dtype}{list(shape)}"
+            f"{called(name)} is {have}{list(entry.shape)} in '{saved.path}', and wanted as {dtype}{list(shape)}"
         )
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, Sharding):

@@ -6,11 +6,16 @@
     process 0         gives the folder its name, and says so
 
 The caller may donate the arrays to the next step as soon as `save` returns.
+
+Saves of one process into one folder are written one after the other. Their threads are looked up among those of the
+interpreter, and are waited for in the thread that calls `save`. So one save at a time has copies on the host.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +33,9 @@ from autopar.runtime.processes import agree
 from autopar.runtime.transport import is_key
 
 OK = b"ok"
+#: Locked while a save starts, not while it is written: a folder has one writer, whichever threads save into it.
+#: A handler of a signal that arrives meanwhile may save as well.
+START_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +53,22 @@ class Leaf:
     boxes: Sequence[tuple[Index, np.ndarray]]
 
 
+class _Writer(threading.Thread):
+    """The thread that writes a checkpoint.
+
+    Attributes:
+        into: the folder of checkpoints, resolved.
+    """
+
+    def __init__(self, into: Path, write: Callable[[], None]) -> None:
+        super().__init__(target=write, name="autopar checkpoint")
+        self.into = into
+
+    def writes(self, into: Path) -> bool:
+        """Whether it has started, has not ended, and is for this folder; only such a thread can be joined."""
+        return self.into == into and self.is_alive()
+
+
 @dataclass(frozen=True, eq=False)
 class Saving:
     """A checkpoint that is being written.
@@ -54,12 +78,12 @@ class Saving:
     """
 
     path: Path
-    _thread: threading.Thread
+    _thread: _Writer
     _errors: list[Exception]
 
     @staticmethod
-    def begun(path: Path, write: Callable[[], None]) -> Saving:
-        """A save whose files `write` writes in a thread."""
+    def begun(path: Path, into: Path, write: Callable[[], None]) -> Saving:
+        """A save whose files `write` writes in a thread; `into`: the folder of checkpoints, resolved."""
         errors: list[Exception] = []
 
         def run() -> None:
@@ -68,7 +92,7 @@ class Saving:
             except Exception as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name="autopar checkpoint")
+        thread = _Writer(into, run)
         thread.start()
         return Saving(path, thread, errors)
 
@@ -81,13 +105,27 @@ class Saving:
 
 
 def names(tree: Any) -> Mapping[str, Any]:
-    """Path of a leaf, such as "params/blocks/0/up" -> the leaf."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    """Path of a leaf, such as "params/blocks/0/up" -> the leaf. CheckpointError if leaves have the same path."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in flat]
+    for name, count in Counter(name for name, _ in leaves).items():
+        if count > 1:
+            raise CheckpointError(
+                f"{count} leaves of the tree have the path '{name}', and a checkpoint has one array for a path. Rename "
+                "keys of the tree, such as those that contain '/'"
+            )
+    return dict(leaves)
+
+
+def called(name: str) -> str:
+    """The path of a leaf in errors; a tree that is one array has none."""
+    return f"'{name}'" if name else "the bare array"
 
 
 def save(path: str | Path, state: Any, plan: str | None = None, keep: int = 1) -> Saving:
     """Begin to save a pytree; all processes call it with the same tree.
+
+    Waits for an unfinished save of this process into the same folder. An error of that save is left to its own `wait`.
 
     Args:
         path: a folder; the newest whole checkpoint in it counts.
@@ -97,22 +135,36 @@ def save(path: str | Path, state: Any, plan: str | None = None, keep: int = 1) -
 
     Raises:
         ArgumentError: a value that every process has whole differs between them.
+        CheckpointError: leaves have the same path.
         DonatedError: an array was donated to a step.
     """
     values = names(state)
     for name, value in values.items():
         if isinstance(value, jax.Array) and value.is_deleted():
             raise DonatedError(
-                f"'{name}' of shape {value.shape} was donated to an earlier step and its memory reused. Save the state "
-                "that the step returned."
+                f"{called(name)} of shape {value.shape} was donated to an earlier step and its memory reused. Save the "
+                "state that the step returned."
             )
     is_global = agree(list(values.values()), list(values)) if jax.process_count() > 1 else (True,) * len(values)
+    into = Path(os.path.realpath(path))  # also if the working directory changes before all is written
+    _wait_for_earlier(into)  # whose copies leave the host before new ones are made
     leaves = {name: _leaf(x, part) for (name, x), part in zip(values.items(), is_global, strict=True)}
-    into = Path(path)
-    talk = jax_compat.process_store().conversation("checkpoint")
-    number = int(talk.from_first("number", lambda: str(max(folder.numbers(into), default=-1) + 1).encode()))
-    writing = _Writing(into, number, leaves, plan, keep, talk)
-    return Saving.begun(folder.path_of(into, number), writing.run)
+    with START_LOCK:
+        _wait_for_earlier(into)  # also for saves that other threads have started meanwhile
+        talk = jax_compat.process_store().conversation("checkpoint")
+        number = int(talk.from_first("number", lambda: str(max(folder.numbers(into), default=-1) + 1).encode()))
+        writing = _Writing(into, number, leaves, plan, keep, talk)
+        return Saving.begun(folder.path_of(Path(path), number), into, writing.run)
+
+
+def _wait_for_earlier(into: Path) -> None:
+    """Wait until no thread of this process writes into a resolved folder.
+
+    Threads that write wait for those of other processes alone, so that all processes may be here.
+    """
+    while earlier := [t for t in threading.enumerate() if isinstance(t, _Writer) and t.writes(into)]:
+        for thread in earlier:
+            thread.join()
 
 
 def _leaf(value: Any, is_global: bool) -> Leaf:
@@ -139,7 +191,7 @@ class _Writing:
     """What the thread of a save does.
 
     Attributes:
-        into: the folder of checkpoints; `number`: of this one.
+        into: the folder of checkpoints, resolved; `number`: of this one.
         leaves: by name; `plan`, `keep`: see `save`.
         talk: with the other processes.
     """

@@ -8,6 +8,7 @@ about it. `autopar.plans.plan` adds files and views.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,16 +185,25 @@ class PlanRecord:
 
         Raises:
             ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one, or those of
-                several arguments with different shardings.
+                several arguments with different shardings. Or leaves have the same path, and `tree` is not given.
         """
         specs = self.in_specs()
         if tree is None:
-            return dict(zip(self.input_paths, specs, strict=True))
+            return self._by_path(specs)
         try:
             structure = jax.tree.structure(tree)
         except ValueError as error:  # keys of a dict that cannot be sorted
             raise ArgumentError(f"the tree is none that JAX can flatten: {error}") from error
         return jax.tree.unflatten(structure, [specs[i] for i in self.positions(tree)])
+
+    def _by_path(self, specs: Sequence[jax.sharding.PartitionSpec]) -> Mapping[str, jax.sharding.PartitionSpec]:
+        for path, count in Counter(self.input_paths).items():
+            if count > 1:
+                raise ArgumentError(
+                    f"{count} leaves of the arguments have the path '{path}'. Pass the tuple of all arguments to "
+                    "shardings(), or rename keys such as those that contain '/'"
+                )
+        return dict(zip(self.input_paths, specs, strict=True))
 
     def positions(self, tree: Any) -> range:
         """The positions of the leaves of a tree, found by their shapes.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,119 @@ def test_what_a_killed_writer_has_left_is_not_read_and_goes_with_the_next_save(t
     assert [path.name for path in tmp_path.iterdir()] == ["000001"]
 
 
+# Several saves into one folder
+
+
+def delayed(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:
+    """Let every write of an array take longer."""
+    write = arrays.write
+
+    def later(*args: Any) -> None:
+        time.sleep(seconds)
+        write(*args)
+
+    monkeypatch.setattr(arrays, "write", later)
+
+
+def each(path: Path) -> list[list[float]]:
+    """The values of 'x' and 'y' in all checkpoints of a folder, the newest first, which are deleted."""
+    values = list[list[float]]()
+    for number in reversed(folder.numbers(path)):
+        like = {"x": np.zeros((40, 40)), "y": np.zeros(30)}
+        restored = autopar.restore_checkpoint(path, like)
+        values.append(np.unique(np.concatenate([restored["x"].ravel(), restored["y"]])).tolist())
+        shutil.rmtree(folder.path_of(path, number))
+    return values
+
+
+def filled(value: float) -> Any:
+    return {"x": np.full((40, 40), float(value)), "y": np.full(30, float(value))}
+
+
+def test_saves_that_are_not_waited_for_are_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delayed(monkeypatch)
+    savings = [autopar.save_checkpoint(tmp_path, filled(i), keep=4) for i in range(4)]
+    savings[-1].wait()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{i:06}" for i in range(4)]
+    assert [saving.wait() for saving in savings] == [tmp_path / f"{i:06}" for i in range(4)]
+    assert each(tmp_path) == [[3.0], [2.0], [1.0], [0.0]]
+
+
+def test_a_folder_is_the_same_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delayed(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    paths = (tmp_path / "real", tmp_path / "link", "real", "link/../real")
+    savings = [autopar.save_checkpoint(path, filled(i), keep=4) for i, path in enumerate(paths)]
+    assert [saving.wait().name for saving in savings] == [f"{i:06}" for i in range(4)]
+    assert each(tmp_path / "real") == [[3.0], [2.0], [1.0], [0.0]]
+
+
+def test_the_working_directory_may_change_before_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delayed(monkeypatch)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    first = autopar.save_checkpoint("folder", filled(1))
+    monkeypatch.chdir(tmp_path / "other")
+    second = autopar.save_checkpoint("folder", filled(2))
+    assert first.wait() == second.wait() == Path("folder/000000")
+    assert (each(tmp_path / "folder"), each(tmp_path / "other" / "folder")) == ([[1.0]], [[2.0]])
+
+
+def test_threads_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delayed(monkeypatch)
+    names, together = list[str](), threading.Barrier(4)
+
+    def saves(value: float) -> None:
+        together.wait()
+        names.append(autopar.save_checkpoint(tmp_path, filled(value), keep=4).wait().name)
+
+    threads = [threading.Thread(target=saves, args=(float(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names) == [f"{i:06}" for i in range(4)]
+    assert sorted(each(tmp_path)) == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_a_save_waits_for_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, write = threading.Event(), arrays.write
+
+    def held(path: Path, *args: Any) -> None:
+        assert "other" in path.parts or go_on.wait(60)
+        write(path, *args)
+
+    monkeypatch.setattr(arrays, "write", held)
+    first = autopar.save_checkpoint(tmp_path / "one", filled(1))
+    try:
+        assert autopar.save_checkpoint(tmp_path / "other", filled(2)).wait().is_dir()
+        assert not folder.numbers(tmp_path / "one")
+    finally:
+        go_on.set()
+    assert first.wait().is_dir()
+
+
+def test_the_error_of_an_earlier_save_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = arrays.write
+
+    def full(path: Path, entry: folder.Entry, boxes: Any) -> None:
+        time.sleep(0.05)
+        if boxes[0][1].flat[0] == 1.0:
+            raise OSError("no space left on device")
+        write(path, entry, boxes)
+
+    monkeypatch.setattr(arrays, "write", full)
+    first, second = (autopar.save_checkpoint(tmp_path, filled(i)) for i in (1, 2))
+    assert second.wait().is_dir()
+    with pytest.raises(CheckpointError, match="is not written: process 0: OSError: no space left on device"):
+        first.wait()
+    assert each(tmp_path) == [[2.0]]
+
+
 # Errors
 
 
@@ -246,8 +361,41 @@ def test_a_function_without_a_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_at_least_one_checkpoint_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="keep=0 must be at least 1"):
+    with pytest.raises(ArgumentError, match="keep=0 must be an integer of at least 1"):
         autopar.save_checkpoint(tmp_path, LIKE, keep=0)
+    keep: Any = "x"
+    with pytest.raises(ArgumentError, match="keep='x' must be an integer of at least 1"):
+        autopar.save_checkpoint(tmp_path, LIKE, keep=keep)
+    assert autopar.save_checkpoint(tmp_path, LIKE, keep=np.int64(2)).wait().is_dir()
+
+
+@pytest.mark.parametrize("path", [3, None, b"folder"])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    for call in (autopar.save_checkpoint, autopar.restore_checkpoint):
+        with pytest.raises(ArgumentError, match=rf"path={path!r} must be a folder, as a str or a pathlib\.Path"):
+            call(path, LIKE)
+
+
+def test_leaves_of_the_same_path_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    state = {"a/b": np.zeros(3), "a": {"b": np.ones(3)}}
+    with pytest.raises(CheckpointError, match="2 leaves of the tree have the path 'a/b'"):
+        autopar.save_checkpoint(tmp_path / "new", state)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(CheckpointError, match="2 leaves of the tree have the path 'a/b'"):
+        autopar.restore_checkpoint(saved(tmp_path), state)
+    assert not checkpoints.is_saved(tmp_path, state)
+
+
+def test_a_bare_array_is_called_so(tmp_path: Path) -> None:
+    array = jnp.arange(3)
+    autopar.save_checkpoint(tmp_path, array).wait()
+    with pytest.raises(CheckpointError, match=r"^the bare array is int\d+\[3\] in .*, and wanted as int\d+\[4\]"):
+        autopar.restore_checkpoint(tmp_path, jnp.arange(4))
+    with pytest.raises(CheckpointError, match="lacks 'x' and has the bare array besides"):
+        autopar.restore_checkpoint(tmp_path, {"x": array})
+    array.delete()
+    with pytest.raises(DonatedError, match=r"^the bare array of shape \(3,\) was donated"):
+        autopar.save_checkpoint(tmp_path, array)
 
 
 def test_bytes_of_narrow_elements_are_those_of_the_array() -> None:

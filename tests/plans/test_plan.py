@@ -50,6 +50,15 @@ def test_planning_twice_gives_the_same_text(plan: Plan) -> None:
     assert replace(again, phases={}).to_json() == replace(plan, phases={}).to_json()
 
 
+def test_leaves_of_the_same_path_have_shardings_by_tree_alone() -> None:
+    args = ({"a/b": array(16, 8), "a": {"b": array(8, 16)}},)
+    pinned = autopar.plan(lambda s: jax.tree.map(jnp.sin, s), *args, mesh={"x": 8}, cluster=CLUSTER)
+    with pytest.raises(ArgumentError, match=r"2 leaves of the arguments have the path '.*a/b'. Pass the tuple of all"):
+        pinned.shardings()
+    assert len(jax.tree.leaves(pinned.shardings(args), is_leaf=lambda x: isinstance(x, P))) == 2
+    assert str(pinned.diff(pinned))
+
+
 def test_specs_follow_the_pins(plan: Plan) -> None:
     assert plan.shardings() == {"params/down": P("model"), "params/up": P(None, "model"), "x": P("data")}
     assert plan.in_specs() == (P("model"), P(None, "model"), P("data"))

@@ -124,7 +124,7 @@ def prefetched_batches() -> Mapping[str, Any]:
 
 
 def a_checkpoint(folder: str) -> Mapping[str, Any]:
-    """A pipeline's state is saved, and restored onto one mesh of all processes."""
+    """A pipeline's state is saved several times without a wait, and restored onto one mesh of all processes."""
     options: Mapping[str, Any] = {"num_microbatches": 1, "donate_argnums": ()}
     state = {"w": W, "count": np.int64(3)}
 
@@ -134,11 +134,17 @@ def a_checkpoint(folder: str) -> Mapping[str, Any]:
 
     pipeline, one_mesh = (autopar.parallelize(step, mesh=(DEVICES,), stages=stages, **options) for stages in (2, 1))
     state, _ = pipeline(state, X)
-    autopar.save_checkpoint(folder, state, pipeline).wait()
+    savings = [autopar.save_checkpoint(folder, state, pipeline, keep=3) for _ in range(3)]
+    names = [saving.wait().name for saving in savings]
     one_mesh.plan(state, X)
     restored = autopar.restore_checkpoint(folder, one_mesh)
     ours, expected = (one_mesh(restored, X)[1], pipeline(state, X)[1])
-    return {"loss": abs(float(ours) - float(expected)), "state": 0.0, "w": autopar.gather(state["w"]).tolist()}
+    return {
+        "loss": abs(float(ours) - float(expected)),
+        "state": 0.0,
+        "w": autopar.gather(state["w"]).tolist(),
+        "names": names,
+    }
 
 
 def forty_steps() -> Mapping[str, Any]:

@@ -77,6 +77,7 @@ def test_a_pipeline_s_checkpoint_is_restored_onto_one_mesh_and_in_one_process(
 ) -> None:
     row = two_processes["checkpoint"]
     assert row["loss"] <= 1e-9
+    assert row["names"] == [path.name for path in sorted(folder.iterdir())] == ["000000", "000001", "000002"]
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec(None, "x"))
     with jax.enable_x64(True):
         like = {"w": jax.ShapeDtypeStruct((2, 8, 8), np.float64, sharding=sharding), "count": np.int64(0)}

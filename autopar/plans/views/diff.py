@@ -89,7 +89,8 @@ class PlanDiff(ShownAsText):
 
 def _stored(plan: PlanRecord) -> Mapping[str, str]:
     """Path of an argument leaf -> its PartitionSpec, and its memory if that is the host's."""
-    return {path: spec_text(spec) + host(plan, i) for i, (path, spec) in enumerate(plan.shardings().items())}
+    specs = enumerate(zip(plan.input_paths, plan.in_specs(), strict=True))
+    return {path: spec_text(spec) + host(plan, i) for i, (path, spec) in specs}
 
 
 def _mesh(plan: PlanRecord) -> str:
