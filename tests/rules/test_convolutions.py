@@ -152,3 +152,18 @@ def test_a_network_of_depthwise_convolutions_is_data_parallel() -> None:
     assert plan.inputs[-1] == (0,)
     assert sum(c.bytes for c in plan.collectives) < 1e6
     assert not [note for note in plan.notes if "replicated" in note]
+
+
+def test_clipped_gradients_of_each_example_run_in_microbatches() -> None:
+    """As in training with differential privacy; the groups of a microbatch are its examples."""
+
+    def step(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        grads = for_each_example(x, kernel)
+        norms = jnp.sqrt(jnp.sum(grads**2, axis=(1, 2, 3, 4), keepdims=True))
+        return kernel - 0.1 * jnp.mean(grads / jnp.maximum(1.0, norms), 0)
+
+    args = array(3, 3, 2, 4), array(16, 5, 5, 2)
+    for mesh in ((2,), (2, 4)):
+        run = parallelize(step, mesh=mesh, num_microbatches=2, donate_argnums=())
+        assert run.plan(*args).num_microbatches == 2
+        assert_equal(run(*args), jax.jit(step)(*args))

@@ -65,11 +65,16 @@ def broadcast(operands: Operands) -> RuleResult | None:
 
 
 def reshape(operands: Operands) -> RuleResult | None:
-    """The blocks must be whole blocks of one dimension of the result."""
-    state = only_first_split(operands)
-    if state is None or operands.params.get("dimensions") is not None:
+    """The blocks must be whole blocks of one dimension of the result.
+
+    The parameter `dimensions` reorders those of the operand first.
+    """
+    state, shape = only_first_split(operands), operands.shapes[0]
+    if state is None:
         return None
-    after = split_after_reshape(operands.shapes[0], operands.result_shapes[0], state, operands.count)
+    if (order := operands.params.get("dimensions")) is not None:
+        state, shape = Split(order.index(state.dim), state.outer), tuple(shape[d] for d in order)
+    after = split_after_reshape(shape, operands.result_shapes[0], state, operands.count)
     return after and RuleResult(
         (after,), params={"new_sizes": divided(operands.result_shapes[0], after.dim, operands.count)}
     )
@@ -309,9 +314,14 @@ def _free_position(operands: Operands, side: int, dim: int) -> int:
 
 
 def convolution(operands: Operands) -> RuleResult | None:
-    """The batch split: a split result; input features split, in both operands: a partial sum."""
+    """The batch split, or groups in both operands: a split result; input features split in both: a partial sum."""
     numbers, states = operands.params["dimension_numbers"], operands.states
     left, right = states
+    if isinstance(left, Split) and isinstance(right, Split):
+        for name, dim in (("feature_group_count", numbers.lhs_spec[1]), ("batch_group_count", numbers.lhs_spec[0])):
+            groups, alike = operands.params[name], Split(numbers.rhs_spec[0], left.outer)
+            if groups > 1 and left.dim == dim and right == alike and groups % (left.outer * operands.count) == 0:
+                return RuleResult((Split(numbers.out_spec[1], left.outer),), params={name: groups // operands.count})
     if isinstance(left, Split) and left.dim == numbers.lhs_spec[0] and isinstance(right, Invariant):
         batch = Split(numbers.out_spec[0], left.outer)
         return RuleResult((batch,)) if operands.params["batch_group_count"] == 1 else None

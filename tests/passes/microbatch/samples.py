@@ -177,6 +177,10 @@ def _convolutions() -> list[tuple[str, Callable[..., Any]]]:
         ("bca cca", lambda n, x, k: conv(x, k, ("WNC", "OWI", "CWN"))),
         ("acb acc", lambda n, x, k: conv(x, k[:, :1], plain, feature_group_count=n["c"])),
         ("cab cac", lambda n, x, k: conv(x, k, plain, batch_group_count=n["c"])),
+        ("cab acc", lambda n, x, k: conv(x, k[:, :1], plain, feature_group_count=n["a"])),
+        ("cab acc", lambda n, x, k: conv(x, k[:, :1], ("NCW", "OIW", "CWN"), feature_group_count=n["a"])),
+        ("acb acc", lambda n, x, k: conv(x, k, plain, batch_group_count=n["a"])),
+        ("bca cac", lambda n, x, k: conv(x, k[:1], ("WNC", "IOW", "NWC"), feature_group_count=n["a"])),
     ]
 
 
@@ -285,6 +289,8 @@ USES: tuple[Use, ...] = (
             ("acb", lambda n, x: lax.reshape(x, (n["a"] * n["c"], n["b"]))),
             ("bac", lambda n, x: lax.reshape(x, (n["b"] * n["a"] * n["c"],))),
             ("cab", lambda n, x: lax.reshape(x, (n["a"], n["c"], n["b"]))),
+            ("cab", lambda n, x: lax.reshape(x, (n["c"], n["a"] * n["b"]), (0, 1, 2))),
+            ("bca", lambda n, x: lax.reshape(x, (n["a"] * n["c"], n["b"]), (2, 1, 0))),
             ("ab", lambda n, x: lax.reshape(x, (1, n["a"], 1, n["b"]))),
         ],
         transpose=("abc", lambda n, x: lax.transpose(x, (2, 0, 1))),
