@@ -403,7 +403,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
     if not has_backward(graph):
         return None
     if s.schedule in SCHEDULES and not SCHEDULES[s.schedule].backward:
-        raise ScheduleError(f"schedule '{s.schedule}' {_unfit(works=True)}")
+        raise ScheduleError(f"schedule '{s.schedule}' {_HAS_BACKWARD}")
     try:
         batch = batch_leaves(graph, 1, "auto" if leaves is None else leaves)
     except MicrobatchError:
@@ -529,18 +529,38 @@ def _check_fits(name: str, stages: Stages) -> None:
     """Raises if the schedule has backward passes and the step has none, or the reverse."""
     works = _has_backward_passes(stages)
     if SCHEDULES[name].backward != works:
-        raise ScheduleError(f"schedule '{name}' {_unfit(works)}")
+        raise ScheduleError(f"schedule '{name}' {_HAS_BACKWARD if works else _lacks_backward(stages)}")
 
 
-def _unfit(works: bool) -> str:
-    """What is wrong with a schedule that does not fit a step with, or without, backward passes."""
-    usable = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
-    if works:
-        return f"has no backward passes and the step has; use {usable}"
+def _usable(backward: bool) -> str:
+    """The schedules with, or without, passes B and no passes W."""
+    rows = [(n, row) for n, row in SCHEDULES.items() if row.executable and not row.split]
+    return ", ".join(repr(n) for n, row in rows if row.backward == backward)
+
+
+#: What is wrong with a schedule without backward passes for a step that has them.
+_HAS_BACKWARD = f"has no backward passes and the step has; use {_usable(True)}"
+
+
+def _lacks_backward(stages: Stages) -> str:
+    """What is wrong with a schedule with passes B for stages that have none."""
+    if any(stage.passes["W"].ops for stage in stages.stages):
+        kinds = "gradients that stages send to each other, and gradients of weights"
+        return f"splits backward passes into {kinds}; no stage of this step sends a gradient; use {_usable(True)}"
     return (
-        "has backward passes, and the step has none that runs microbatch by microbatch: there is no "
-        f"gradient, or it needs the whole batch at once, as a loss that compares all rows does; use {usable}, or one "
-        "mesh (leave out stages and schedule)"
+        "has backward passes, and the step has none that runs microbatch by microbatch: "
+        f"{_why_no_backward(stages.split)}; use {_usable(False)}, or one mesh (leave out stages and schedule)"
+    )
+
+
+def _why_no_backward(parts: Microbatches) -> str:
+    """Why no operation of the backward pass is in the loop over microbatches."""
+    if not has_backward(parts.graph):
+        return "it has no gradient"
+    if parts.reasons:
+        return f"its gradient needs the whole batch at once, as {parts.reasons[0]}"
+    return (
+        "what its gradient needs of the batch is cheap, as elementwise work is, and is computed once for all examples"
     )
 
 

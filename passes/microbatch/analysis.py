@@ -72,8 +72,8 @@ MIN_LOOP_SHARE = 0.99
 HOISTED_BYTES_PER_BATCH_BYTE = 16.0
 # Masks and tables of positions of a small batch are larger than 16 times the batch, and small all the same.
 HOISTED_BYTES_FREE = 1 << 16
-#: Largest number of arguments that a refusal names.
-MAX_NAMES = 6
+#: Largest number of arguments, and of reasons, that a refusal names.
+MAX_NAMES, MAX_REASONS = 6, 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +142,8 @@ def split(
         batch: positions of the argument leaves that hold the batch, or "auto"; see `batch_leaves`.
         per_microbatch: globs. A total that is read inside the loop may be the microbatch's own where one of them
             matches the source line, a scope of `jax.named_scope`, or the primitive, of the operation in the forward
-            pass that yields the total or of the operation that reads it. "*": all.
+            pass that yields the total or of the operation that reads it. "*": all. Where that does not suffice, the
+            totals are those of the batch, as without globs.
         loops: largest number of loops over the microbatches, 1 or 2. A second is used only if one does not suffice.
         shards: pieces, in order, in which the batch is distributed over as many devices. Every microbatch then takes
             its part of each piece, so that no example has to move; if the extent is not divisible so, it takes a part
@@ -163,12 +164,11 @@ def split(
     groups = find_groups(graph, flat.ops, flat.outputs)
     limit = math.inf if reasons or count == 1 else (1 - min_loop_share) * math.fsum(work(graph, op) for op in flat.ops)
     best: Microbatches | None = None
-    for allowed_loops in range(1, loops + 1 if not per_microbatch else 2):
+    exact = tuple((allowed_loops, ()) for allowed_loops in range(1, loops + 1))
+    for allowed_loops, own in ((1, tuple(per_microbatch)), *exact) if per_microbatch else exact:
         for outer in _batch_strides(graph, flat, leaves, count, shards):
             batched = {v: Split(0, outer) for v in leaves}
-            analyzer = partial(
-                _Analyzer, graph, flat, batched, count, allowed_loops, tuple(per_microbatch), share_accumulators, limit
-            )
+            analyzer = partial(_Analyzer, graph, flat, batched, count, allowed_loops, own, share_accumulators, limit)
             try:
                 candidate = _run(analyzer, groups)
             except _OutsideLimitError:
@@ -177,9 +177,18 @@ def split(
                 return candidate
             if best is None or candidate.loop_share > best.loop_share:
                 best = candidate
-    if best is None:
+    if best is None or not reasons:
         raise MicrobatchError(f"the step does not fall into {count} microbatches")
-    raise MicrobatchError(f"the step does not fall into {best.count} microbatches: {_refusal(best, per_microbatch)}")
+
+    def helps(*patterns: str) -> bool:
+        """Whether the step falls into microbatches with these globs."""
+        try:
+            split(graph, count, batch, per_microbatch=patterns, loops=1, min_loop_share=min_loop_share, reasons=False)
+        except MicrobatchError:
+            return False
+        return True
+
+    raise MicrobatchError(f"the step does not fall into {count} microbatches: {_refusal(best, per_microbatch, helps)}")
 
 
 def _run(analyzer: Callable[..., _Analyzer], groups: Groups | None) -> Microbatches:
@@ -212,23 +221,31 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
         yield 1
 
 
-def _refusal(best: Microbatches, per_microbatch: Sequence[str]) -> str:
+def _refusal(best: Microbatches, per_microbatch: Sequence[str], helps: Callable[..., bool]) -> str:
     """Why a step cannot be split, and what helps.
 
     Args:
         best: the split with the largest loop share.
-        per_microbatch: as the user gave it; what it covers already is not advised.
+        per_microbatch: as the user gave it.
+        helps: whether the step is split with these globs in its place.
     """
-    main_reasons = best.reasons[:3]
-    lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in main_reasons if not r.why))
+    main_reasons = list({str(r): r for r in best.reasons}.values())[:MAX_REASONS]
     reasons = "; ".join(map(str, main_reasons))
-    covered = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
-    accept = "" if covered else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
+    lines = [r.source.source or r.source.name for r in main_reasons if not r.why]
+    accept = _advised(tuple(dict.fromkeys((*per_microbatch, *lines))), per_microbatch, helps)
     return (
         f"{1 - best.loop_share:.0%} of its FLOPs need more than one of them: {reasons}. Use one microbatch,{accept} or "
         f"rewrite the operation per example. What is cut is the first dimension of {_batch_names(best)}: if one of "
         "these holds no examples, say with batch_argnums which do."
     )
+
+
+def _advised(patterns: tuple[str, ...], given: Sequence[str], helps: Callable[..., bool]) -> str:
+    """The advice to accept a microbatch's own totals by globs with which the step is split; "" if there are none."""
+    if "*" in given or not helps("*"):
+        return ""
+    exact = f"{patterns!r} or '*' for all" if set(patterns) > {*given} and helps(*patterns) else "'*'"
+    return f" accept each microbatch's own totals with per_microbatch={exact},"
 
 
 def _batch_names(best: Microbatches) -> str:

@@ -20,24 +20,41 @@ def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto
     more elements. Scalars among chosen leaves are the same for all microbatches.
 
     Raises:
-        MicrobatchError: there is none, or the leading extent of one is not divisible by `count`.
+        MicrobatchError: there is none, or the leading extent of one is 0 or not divisible by `count`.
     """
     if isinstance(chosen, str):
         chosen = infer_batch(graph)
         if not chosen:
-            raise MicrobatchError(
-                f"none of the {len(graph.inputs)} arguments holds a batch: all are state or scalars. Name it with "
-                "batch_argnums."
-            )
+            raise MicrobatchError(_no_batch(graph))
     chosen = [i for i in chosen if graph.types[graph.inputs[i]].rank]
     for i in chosen:
         shape = graph.types[graph.inputs[i]].shape
-        if shape[0] % count or not shape[0]:
+        if not shape[0]:
+            raise MicrobatchError(
+                f"batch argument '{graph.input_paths[i]}' of shape {shape} has no examples: its first dimension is 0. "
+                "Pass a batch with examples, or name the arguments that hold them with batch_argnums."
+            )
+        if shape[0] % count:
             raise MicrobatchError(
                 f"batch argument '{graph.input_paths[i]}' of shape {shape} cannot be cut into {count} microbatches: "
                 f"its first dimension has to divide by {count}"
             )
     return tuple(chosen)
+
+
+def _no_batch(graph: Graph) -> str:
+    """Why no argument is the batch; one without examples is named, as it may look like state."""
+    paths = zip(graph.inputs, graph.input_paths, strict=True)
+    empty = [f"'{path}' of shape {graph.types[v].shape}" for v, path in paths if 0 in graph.types[v].shape[:1]]
+    if empty:
+        return (
+            f"the batch has no examples: the first dimension of {empty[0]} is 0, and all other arguments are state or "
+            "scalars. Pass a batch with examples, or name it with batch_argnums."
+        )
+    return (
+        f"none of the {len(graph.inputs)} arguments holds a batch: all are state or scalars. Name it with "
+        "batch_argnums."
+    )
 
 
 def infer_batch(graph: Graph) -> list[int]:

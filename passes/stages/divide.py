@@ -139,9 +139,23 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
     if any(stage.passes["B"].ops for stage in first_loop.stages):
         raise MicrobatchError(
             f"a step with two backward passes over its {split.count} microbatches cannot be cut into "
-            f"{len(first_layers)} stages"
+            f"{len(first_layers)} stages: {_second_pass(after, after.graph.inputs[len(split.graph.inputs) :])}. Use "
+            f"one mesh with num_microbatches={split.count} (leave out stages and schedule), or write the step with one "
+            "backward pass."
         )
     return replace(_divide(after, layers, first_layers, weights), first_loop=first_loop)
+
+
+def _second_pass(after: Microbatches, totals: Sequence[int]) -> str:
+    """The first operation of the second loop that reads a total of the first, in words, if one has a source line."""
+    from_totals = {*totals}
+    for placed in after.prologue:
+        if not from_totals.isdisjoint(a for a in placed.op.inputs if isinstance(a, int)):
+            from_totals.update(placed.op.outputs)
+    readers = (p.op for p in after.body if not from_totals.isdisjoint(stage_passes.whole_operands(p)))
+    op = next((op for op in readers if op.source), None)
+    reader = "the second" if op is None else f"{op.name} at {op.source}, in the second,"
+    return f"{reader} reads what the first gives for the whole batch"
 
 
 def _divide(split: Microbatches, layers: Layers, first_layers: Sequence[int], weights: bool) -> Stages:

@@ -19,12 +19,14 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
 from autopar import jax_compat
 from autopar.codegen.tags import last_tag
 from autopar.errors import NanError
 from autopar.ir.graph import Graph
 from autopar.ir.jaxpr.one_by_one import CALLS, LOOPS, OneByOne
+from autopar.ir.op_sets import CALLBACKS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +137,8 @@ class _Search(OneByOne):
         if equation.primitive.name in CALLS:
             return super().run(equation, operands)
         results = jax_compat.bind(equation, operands)
+        if equation.primitive.name in CALLBACKS:
+            results = [_on_any_device(x) for x in results]
         if not any(map(holds_nan, results)):
             return results
         return self._opened(equation, operands, results)
@@ -178,6 +182,11 @@ class _Search(OneByOne):
             else:
                 return reader
         return None
+
+
+def _on_any_device(array: jax.Array) -> jax.Array:
+    """A result of a callback, not committed to devices: JAX gives it a sharding that no other operation accepts."""
+    return jnp.asarray(np.asarray(array)) if array.is_fully_addressable else array
 
 
 def _tag(equation: jex.JaxprEqn) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from autopar.options import settings
 from autopar.plans.plan import Plan, from_json
 from tests.programs.test_real_programs import assert_equal
 from tests.support.effort import sample
+from tests.support.source_lines import line
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -407,6 +409,54 @@ def test_a_backward_schedule_for_a_forward_function_is_refused() -> None:
             lambda p, x: jnp.tanh(x @ p) @ p, jnp.eye(8), jnp.ones((16, 8)), stages=2, mesh=(2,), schedule="1f1b",
             batch_argnums=1,
         )  # fmt: skip
+
+
+def gradient_step(loss: Any) -> Any:
+    """A train step of the mean loss of the examples."""
+
+    def step(w: Any, b: Any) -> Any:
+        value, gradient = jax.value_and_grad(lambda w: jax.vmap(loss, (None, 0))(w, b).mean())(w)
+        return w - 0.1 * gradient, value
+
+    return step
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_gradient_that_is_cheap_on_the_whole_batch_is_said_to_be(schedule: str) -> None:
+    step = gradient_step(lambda w, x: jnp.sum(jnp.tanh(x * w[0])))
+    with pytest.raises(ScheduleError, match=r"what its gradient needs of the batch is cheap.*one mesh"):
+        autopar.plan(step, jnp.eye(4), jnp.ones((8, 6, 4)), stages=2, mesh=(2,), schedule=schedule, num_microbatches=4)
+
+
+def test_a_schedule_that_puts_gradients_of_weights_off_needs_other_gradients() -> None:
+    """All parameters are in the last stage, so that none sends a gradient."""
+
+    def chain(w: Any, x: Any) -> Any:
+        def product(a: Any, c: Any) -> Any:
+            return jax.nn.logsumexp(a[..., :, :, None] + c[..., None, :, :], -2)
+
+        return jnp.sum(jax.lax.associative_scan(product, w[None] + x[:, :, None])[-1])
+
+    arguments = gradient_step(chain), jnp.eye(4), jnp.ones((8, 6, 4))
+    options: dict[str, Any] = {"stages": 2, "mesh": (2,), "num_microbatches": 4}
+    with pytest.raises(ScheduleError, match=r"'zb-h1' .*no stage of this step sends a gradient.*use 'gpipe', '1f1b'"):
+        autopar.plan(*arguments, schedule="zb-h1", **options)
+    assert autopar.plan(*arguments, schedule="1f1b", **options).schedule == "1f1b"
+
+
+def test_two_backward_passes_are_named_and_run_on_one_mesh() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(jnp.tanh(x @ w) ** 2)  # differentiated twice
+
+        value, gradient = jax.value_and_grad(loss)(w + 0.05 * jax.grad(loss)(w))
+        return w - 0.1 * gradient, value
+
+    arguments = step, jnp.eye(4), jnp.ones((8, 4))
+    where = line(sys.modules[__name__], "# differentiated " + "twice")
+    with pytest.raises(MicrobatchError, match=f"dot_general at {where}, in the second"):
+        autopar.plan(*arguments, stages=2, mesh=(2,), schedule="1f1b", num_microbatches=4)
+    assert autopar.plan(*arguments, mesh=(2,), num_microbatches=4).num_microbatches == 4
 
 
 # Checked against the compiler

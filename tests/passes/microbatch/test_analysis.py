@@ -199,16 +199,6 @@ def test_counts_and_arguments_are_checked() -> None:
 # A microbatch's own totals
 
 
-def test_options_that_are_given_are_not_advised() -> None:
-    """Products of the whole batch with itself are no totals that a microbatch could have of its own."""
-    model = build("clip-toy")
-    traced = trace(model.step, *model.abstract_args())
-    with pytest.raises(MicrobatchError, match="Use one microbatch, accept each microbatch's own totals with"):
-        split_step(traced, COUNT)
-    with pytest.raises(MicrobatchError, match="Use one microbatch, or rewrite the operation per example"):
-        split_step(traced, COUNT, per_microbatch=("*",))
-
-
 def test_batch_norm_per_microbatch_is_the_mean_over_microbatches() -> None:
     """Loss and gradients with each microbatch's own statistics, as frameworks that accumulate gradients have them."""
 

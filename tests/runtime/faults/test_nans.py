@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import autopar
 from autopar.errors import NanError
@@ -57,6 +58,22 @@ def in_a_while(w: Any, x: Any) -> Any:
 
 def of_a_constant(w: Any, x: Any) -> Any:
     return (x * np.array([1.0, np.nan, 1.0, 1.0], np.float32) + w).sum(-1)  # a constant
+
+
+def behind_a_callback(w: Any, x: Any) -> Any:
+    same = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+    return jnp.log(same.sum(-1) + w.sum())  # NaN behind a callback
+
+
+def beside_a_callback(w: Any, x: Any) -> Any:
+    total = io_callback(np.asarray, jax.ShapeDtypeStruct((), x.dtype), jax.lax.stop_gradient(x.sum()))
+    return jnp.log(x.sum(-1) + w.sum()) + total  # NaN beside a callback
+
+
+def of_a_callback(w: Any, x: Any) -> Any:
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    rows = jax.pure_callback(lambda x: np.full_like(x, np.nan), like, jax.lax.stop_gradient(x))  # made by the host
+    return rows.sum(-1) + w.sum()
 
 
 def difference_of_infinities(w: Any, x: Any) -> Any:
@@ -127,6 +144,19 @@ def test_bodies_of_branches_and_loops(loss: Callable[[Any, Any], Any], text: str
     step = autopar.parallelize(lambda w, x: loss(w, x), debug_nans=True, **ONE_MESH)
     with pytest.raises(NanError, match=rf"^{operation} at {re.escape(marked(text))} gives NaN"):
         step(np.ones(WIDTH, np.float32), -np.ones((EXAMPLES, WIDTH), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text", "operation"),
+    [
+        (behind_a_callback, "NaN behind", "log"),
+        (beside_a_callback, "NaN beside", "log"),
+        (of_a_callback, "made by the host", "pure_callback"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else "",
+)
+def test_a_step_with_a_callback(loss: Callable[[Any, Any], Any], text: str, operation: str) -> None:
+    assert error_of(loss, ONE_MESH) == f"{operation} at {marked(text)} gives NaN: no operand holds NaN"
 
 
 def test_an_operand_that_is_infinite_is_said() -> None:
