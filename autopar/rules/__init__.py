@@ -65,11 +65,10 @@ def _keep_combinable(op: Op, rule: Rule) -> Rule:
     """The rule, in which reduced factors whose partial sums cannot be combined need replication."""
     combined = _reduced_features(op, rule) if op.name == CONVOLUTION else rule.reduced
     combined = combined if op.name in COMBINABLE else ()
-    if combined == rule.reduced:
-        return rule
-    return replace(
-        rule, reduced=combined, need_replication=tuple(sorted({*rule.need_replication, *rule.reduced} - {*combined}))
-    )
+    whole = {*rule.need_replication, *rule.reduced} - {*combined}
+    if is_grouped(op):  # windows of a kernel's gradient, which Shardy leaves free in JAX 0.10 and not in 0.12
+        whole.update({f for dims in rule.results for f in dims} - {f for dims in rule.operands for f in dims})
+    return replace(rule, reduced=combined, need_replication=tuple(sorted(whole)))
 
 
 def _reduced_features(op: Op, rule: Rule) -> tuple[int, ...]:

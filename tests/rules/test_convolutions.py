@@ -52,12 +52,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
     "groups": (
         gradients(convolution(4)),
         (IMAGES, array(3, 3, 4, 32)),
-        (FORWARD, "a b c d, a b c d -> e f g d | reduce a | keep b c g", BACKWARD),
+        (FORWARD, "a b c d, a b c d -> e f g d | reduce a | keep b c e f g", BACKWARD),
     ),
     "depthwise": (
         gradients(convolution(16)),
         (IMAGES, array(3, 3, 1, 16)),
-        (FORWARD, "a b c d, a b c d -> e f g d | reduce a | keep b c", BACKWARD),
+        (FORWARD, "a b c d, a b c d -> e f g d | reduce a | keep b c e f g", BACKWARD),
     ),
     "features in front of the result": (
         convolution(16, ("NHWC", "HWIO", "NCHW")),
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
     "for each example": (
         for_each_example,
         (array(8, 5, 5, 2), array(3, 3, 2, 4)),
-        ("a b c d, e f d g -> a b c g | reduce d | keep b c e f", "a b c d, e b c a -> f g d a | keep b c e"),
+        ("a b c d, e f d g -> a b c g | reduce d | keep b c e f", "a b c d, e b c a -> f g d a | keep b c e f g"),
     ),
 }
 
