@@ -258,7 +258,10 @@ class Plan(PlanRecord, ShownAsText):
     # On disk
 
     def to_json(self) -> str:
-        """The plan as JSON. The text of equal plans is equal; plans of two calls differ in `phases`, times of planning."""
+        """The plan as JSON. The text of equal plans is equal.
+
+        Plans of two calls differ in `phases`, the times of planning.
+        """
         written = replace(self, collectives=()) if self.pipelined else self  # those of a pipeline are in its stages
         return json.dumps(form(Plan).write(written), sort_keys=True, separators=(",", ":"))
 
