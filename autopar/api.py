@@ -33,7 +33,7 @@ from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.layout import longest_dividing
 from autopar.ir.text.printer import type_text
 from autopar.ir.trace import is_tracing
-from autopar.options import Options, Settings, name_of, settings, with_options, written
+from autopar.options import Options, Settings, for_function, name_of, settings, with_options, written
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable, Lowered, lower
 from autopar.runtime.planned_step import Pin, PlannedStep
@@ -62,7 +62,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         donate_argnums: positions of the arguments whose buffers the step may reuse. "auto": the state, which is every
             argument leaf that the step returns with the same path or position, shape and dtype. With `plan`, only
             leaves that the plan donates are donated. Use of a donated array raises `DonatedError` with its path.
-        static_argnums: positions of arguments that are not traced, as in `jax.jit`: hashable, and no modules.
+        static_argnums: positions of arguments that are not traced, as in `jax.jit`: hashable, and no modules. Given by
+            keyword, they are static too.
+        static_argnames: names of parameters that are not traced, by keyword or by position.
         memory_budget: bound on the predicted peak memory per device: bytes, "12GiB", "80%" of a device's memory, or
             "min" for the least peak, with `stages` over all devices; `MemoryBudgetError` if no plan fits. None: nine
             tenths of a device's memory; if none fits, the plan that exceeds it least, with a warning.
@@ -114,7 +116,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
     if fn is None:
         return functools.partial(parallelize, **options)
     arguments.check_function("parallelize", fn)
-    return ParallelFunction(fn, settings(options))
+    return ParallelFunction(fn, for_function(settings(options), fn))
 
 
 @with_options
@@ -135,7 +137,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Plan
     """
     fn = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
     arguments.check_function("plan", fn)
-    chosen = settings(options)
+    chosen = for_function(settings(options), fn)
     with as_arrays(args, {}, chosen.static_argnums) as array_args:
         return plan_step(fn, array_args.args, {}, chosen, local=False).plan
 
@@ -164,7 +166,7 @@ def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Che
             names devices of its own, by a `NamedSharding` or `shard_map`.
     """
     step, args, own = written(fn, args)
-    chosen = own if own is not None and not options else settings(options)
+    chosen = own if own is not None and not options else for_function(settings(options), step)
 
     def parallel(args: Sequence[Any]) -> tuple[PlannedStep, Executable]:
         planned = plan_step(step, args, {}, chosen, local=True)
@@ -300,7 +302,7 @@ class ParallelFunction:
     def _run(self, array_args: ArrayArguments) -> Any:
         # A loop passes in the results of the last step: comparing type objects is quicker than hashing shapes.
         avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in array_args.leaves]
-        now = (array_args.tree, self._fixed(array_args.args), jax_compat.trace_context(), avals)
+        now = (array_args.tree, self._fixed(array_args), jax_compat.trace_context(), avals)
         last = self._last
         if last is None or last[0] != now:
             last = self._last = (now, self._compiled(array_args, has_run=last is not None))
@@ -457,7 +459,8 @@ class ParallelFunction:
             if planned is None:
                 if has_run:
                     self._warn_of_another_shape(array_args)
-                planned = plan_step(self.__wrapped__, array_args.args, array_args.kwargs, self.settings, local=True)
+                fn = array_args.step(self.__wrapped__)
+                planned = plan_step(fn, array_args.args, array_args.kwargs, self.settings, local=True)
             self._planned_steps[key] = planned
         return planned
 
@@ -470,18 +473,18 @@ class ParallelFunction:
 
     def _key(self, array_args: ArrayArguments) -> _Key:
         context = jax_compat.trace_context()
-        structure = array_args.tree, self._fixed(array_args.args), tuple(map(_leaf_key, array_args.leaves)), context
+        structure = array_args.tree, self._fixed(array_args), tuple(map(_leaf_key, array_args.leaves)), context
         return structure, tuple(map(_pin, array_args.leaves))
 
     def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[ArrayArguments]:
-        return as_arrays(args, kwargs, self.settings.static_argnums)
+        return as_arrays(args, kwargs, self.settings.static_argnums, self.settings.static_argnames)
 
-    def _fixed(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The static arguments."""
-        static = self.settings.static_argnums
-        fixed = tuple(args[i] for i in static if i < len(args))
-        for i, value in zip(static, fixed, strict=False):
-            _check_hashable(name_of(self.__wrapped__), i, value)
+    def _fixed(self, array_args: ArrayArguments) -> tuple[Any, ...]:
+        """The static arguments, with their positions or keywords."""
+        args, named = array_args.args, array_args.named
+        fixed = (*((i, args[i]) for i in self.settings.static_argnums if i < len(args)), *named.items())
+        for which, value in fixed:
+            arguments.check_static(name_of(self.__wrapped__), which, value)
         return fixed
 
 
@@ -539,22 +542,6 @@ class BoundFunction:
 
 #: Structure of the arguments, and the sharding of each leaf on an Explicit mesh.
 _Key = tuple[Any, tuple[Pin | None, ...]]
-
-
-def _check_hashable(name: str, position: int, value: Any) -> None:
-    described = arguments.describe_arrays(value)
-    if described is not None:
-        raise ArgumentError(
-            f"static argument {position} of {name} is {described}: its arrays would be constants of the program. "
-            "Leave it out of static_argnums; what is no array in it is structure anyway."
-        )
-    try:
-        hash(value)
-    except TypeError as error:
-        raise ArgumentError(
-            f"static argument {position} of {name} must be hashable, "
-            f"it is {type(value).__name__} {value!r:.60} ({error})"
-        ) from None
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -8,6 +8,7 @@ the argument's path, the value, the line.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ class Traced:
         in_avals, out_avals: their shapes and types, without shardings.
         pins: positions of argument leaves -> the PartitionSpec in their types; see `autopar.ir.explicit`.
         mesh: the Explicit mesh of the arguments, or the Explicit mesh that is set; None if there is none.
+        argument_leaves: positions of parameters -> positions of the leaves of the argument, which may be a keyword's.
     """
 
     graph: Graph
@@ -49,6 +51,7 @@ class Traced:
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     pins: Mapping[int, PartitionSpec] = field(default_factory=dict)
     mesh: Mesh | AbstractMesh | None = None
+    argument_leaves: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Leaves of arguments with the structure of those that were traced; ArgumentError for others."""
@@ -69,7 +72,9 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
             array.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
-    names = _argument_names(fn, len(args), static_argnums)
+    parameters = _parameters(fn)
+    positions = [i for i in range(len(args)) if i not in static_argnums]
+    names = tuple(parameters[i] if i < len(parameters) else str(i) for i in positions)
     leaves, in_tree = flatten((dynamic, kwargs), tree_flatten_with_path)
     paths = tuple(_input_path(path, names) for path, _ in leaves)
     abstract = [_abstract(leaf, path) for (_, leaf), path in zip(leaves, paths, strict=True)]
@@ -100,7 +105,9 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     graph = build_graph(simplified(jaxpr), paths, out_paths)
     pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
     out_avals = tuple(_typed(leaf, None) for leaf in out_leaves)
-    return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
+    positions += [parameters.index(name) if name in parameters else -1 for name in sorted(kwargs)]
+    argument_leaves = _argument_leaves(positions, in_tree)
+    return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh, argument_leaves)
 
 
 def _check_attributes(snapshot: side_effects.ArgumentSnapshot, names: tuple[str, ...], name: str) -> None:
@@ -290,13 +297,20 @@ def _user_line(error: BaseException) -> str:
     return line
 
 
-def _argument_names(fn: Callable[..., Any], count: int, static: Sequence[int]) -> tuple[str, ...]:
-    """A name for every traced positional argument: the parameter's, or its position."""
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    """Names of the positional parameters; none if the function has no signature."""
     try:
-        params = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (0, 1)]
+        return [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (0, 1)]
     except (TypeError, ValueError):
-        params = []
-    return tuple(params[i] if i < len(params) else str(i) for i in range(count) if i not in static)
+        return []
+
+
+def _argument_leaves(positions: Sequence[int], in_tree: Any) -> Mapping[int, Sequence[int]]:
+    """Position of a parameter -> positions of its leaves; -1 in `positions`: an argument that is none of them."""
+    counts = [tree.num_leaves for group in in_tree.children() for tree in group.children()]
+    starts = itertools.accumulate(counts, initial=0)
+    each = zip(positions, starts, counts, strict=False)
+    return {i: range(start, start + count) for i, start, count in each if i >= 0}
 
 
 def _simple(path: tuple[Any, ...]) -> str:

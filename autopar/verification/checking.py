@@ -257,8 +257,8 @@ def _fit_one_device(
     single = _compile_single(fn, array_args, array_args.leaves, s.static_argnums)
     if single.nbytes <= limit:
         return array_args.leaves, single, ()
-    graph = trace(fn, *array_args.args, static_argnums=s.static_argnums).graph
-    positions = batch_positions(graph, array_args.args, s)
+    traced = trace(fn, *array_args.args, static_argnums=s.static_argnums)
+    graph, positions = traced.graph, batch_positions(traced, s)
     extents = {graph.types[graph.inputs[i]].shape[0] for i in positions}
     fewest = single.nbytes / limit  # a lower bound: only the batch gets smaller
     for parts in (n for n in _divisors(math.gcd(*extents), s.num_microbatches) if n >= fewest):
