@@ -119,6 +119,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
     return ParallelFunction(fn, for_function(settings(options), fn))
 
 
+@jax.disable_jit(False)
 @with_options
 def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Plan:
     """Plan a function for arguments of these shapes, without devices.
@@ -142,6 +143,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Plan
         return plan_step(fn, array_args.args, {}, chosen, local=False).plan
 
 
+@jax.disable_jit(False)
 @with_options
 def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Check:
     """Run a step in parallel, and as it is written on one device, and compare the results leaf by leaf.
@@ -265,7 +267,8 @@ class ParallelFunction:
     """What `parallelize` returns: a function that is planned and compiled for the shapes it is called with.
 
     In a trace of another function the call is inlined, and the outermost `parallelize` plans it. If there is none, an
-    `AutoparWarning` is given. As an attribute of a class it is a method (`BoundFunction`).
+    `AutoparWarning` is given. As an attribute of a class it is a method (`BoundFunction`). Under `jax.disable_jit()` a
+    call runs the function as it is written, operation by operation, and `plan` still plans.
 
     Threads may share it. The first call for given shapes plans and compiles while other threads wait for the result.
     Steps are dispatched to the devices one after the other (`autopar.runtime.single_program.DISPATCH_LOCK`).
@@ -293,10 +296,11 @@ class ParallelFunction:
         Raises:
             AutoparError: the step cannot be planned, or its arguments do not fit; see the subclasses.
         """
-        with self._opened(args, kwargs) as array_args:
-            if not any(map(jax_compat.is_tracer, array_args.leaves)):
-                return self._run(array_args)
-        self._warn_of_the_outer()
+        if not jax_compat.disables_jit():
+            with self._opened(args, kwargs) as array_args:
+                if not any(map(jax_compat.is_tracer, array_args.leaves)):
+                    return self._run(array_args)
+            self._warn_of_the_outer()
         return self.__wrapped__(*map(arguments.unwrap, args), **kwargs)
 
     def _run(self, array_args: ArrayArguments) -> Any:
@@ -336,6 +340,7 @@ class ParallelFunction:
                 "can be dropped or padded; compiled(...) plans and compiles ahead of a call"
             )
 
+    @jax.disable_jit(False)
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
         """The executable that a call with these arguments (arrays or `ShapeDtypeStruct`s) runs, compiled once."""
         with self._opened(args, kwargs) as array_args:
@@ -349,6 +354,7 @@ class ParallelFunction:
                 executable = self._executables[planned] = self._lowered(planned).compile()
         return executable
 
+    @jax.disable_jit(False)
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s), computed once for each of their structures."""
         with self._opened(args, kwargs) as array_args:
@@ -371,6 +377,7 @@ class ParallelFunction:
         """Where compiled steps take the leaves of a batch (None: on the host); None if none is compiled for it."""
         return batches.shardings(batch, self._executables.values())
 
+    @jax.disable_jit(False)
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Measure some steps, and compare them with the plan.
 
@@ -397,6 +404,7 @@ class ParallelFunction:
             shardings, graph = planned.argument_shardings(), planned.traced.graph
             return profile(executable, array_args.leaves, shardings, devices, graph, steps)
 
+    @jax.disable_jit(False)
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments, as `jax.jit(fn).lower` does; each call lowers anew."""
         with self._opened(args, kwargs) as array_args:
@@ -405,6 +413,7 @@ class ParallelFunction:
     def _lowered(self, planned: PlannedStep) -> Lowered:
         return lower(planned, name_of(self.__wrapped__), self.settings.debug_nans)
 
+    @jax.disable_jit(False)
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Call `init_fn(*args)` so that every array is created with its sharding, never whole on one device.
 

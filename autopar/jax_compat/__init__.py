@@ -471,6 +471,11 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(None)
 
 
+def disables_jit() -> bool:
+    """JAX's setting `jax_disable_jit`, read as often as a step is called. Tried on 0.10.2 and 0.12.0."""
+    return jax_config.disable_jit.value
+
+
 def debugs_nans() -> bool:
     """JAX's setting `jax_debug_nans`. Tried on 0.10.2 and 0.12.0."""
     config: Any = jax.config

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import jax
+
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
 from autopar.codegen.rewrites import apply_loaded_plan, apply_rewrites
@@ -96,6 +98,7 @@ def _not_counted(c: Collective) -> str:
     return f"not counted, of a callback: {c.count} x {c.kind} over {axes}, {c.bytes:,} bytes{where}"
 
 
+@jax.disable_jit(False)
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
     """Compare the collectives of a plan with those of the program that a compiler makes of it.
 
