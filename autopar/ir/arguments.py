@@ -40,7 +40,7 @@ from jax.tree_util import (
 )
 
 from autopar import jax_compat
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, DonatedError
 
 #: Name of the update context that the four conversions share.
 _TAG = "autopar"
@@ -366,6 +366,25 @@ def check_static(name: str, which: int | str, value: Any) -> None:
         raise ArgumentError(
             f"static argument {which} of {name} must be hashable, it is {type(value).__name__} {value!r:.60} ({error})"
         ) from None
+
+
+def check_value(leaf: Any, path: str) -> None:
+    """Check that an argument leaf has a value; `path`: its name in errors.
+
+    Raises:
+        ArgumentError: it is a shape alone.
+        DonatedError: it was donated to an earlier step.
+    """
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise DonatedError(
+                f"'{path}' of shape {leaf.shape} was donated to an earlier step and its memory reused. "
+                "Use the state that the step returned, or pass donate_argnums=()."
+            )
+    elif isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ArgumentError(
+            f"'{path}' is {leaf}; a call needs arrays. With shapes alone use .plan(...) or .lower(...)."
+        )
 
 
 def _describe_arrays(x: Any) -> str | None:

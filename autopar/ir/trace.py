@@ -71,14 +71,9 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
             that is not bound, changes an argument such that the change is lost, or returns something that is not an
             array.
     """
-    dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
-    parameters = _parameters(fn)
-    positions = [i for i in range(len(args)) if i not in static_argnums]
-    names = tuple(parameters[i] if i < len(parameters) else str(i) for i in positions)
-    leaves, in_tree = flatten((dynamic, kwargs), tree_flatten_with_path)
-    paths = tuple(_input_path(path, names) for path, _ in leaves)
-    abstract = [_abstract(leaf, path) for (_, leaf), path in zip(leaves, paths, strict=True)]
-    shardings = [explicit.sharding_of(leaf) for _, leaf in leaves]
+    paths, leaves, in_tree, names = _named_leaves(fn, args, kwargs, static_argnums)
+    abstract = list(map(_abstract, leaves, paths))
+    shardings = list(map(explicit.sharding_of, leaves))
     mesh = _explicit_mesh(shardings, paths)
 
     traces: list[Callable[[], Any]] = []
@@ -105,8 +100,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     graph = build_graph(simplified(jaxpr), paths, out_paths)
     pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
     out_avals = tuple(_typed(leaf, None) for leaf in out_leaves)
-    positions += [parameters.index(name) if name in parameters else -1 for name in sorted(kwargs)]
-    argument_leaves = _argument_leaves(positions, in_tree)
+    argument_leaves = _argument_leaves(fn, args, kwargs, static_argnums, in_tree)
     return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh, argument_leaves)
 
 
@@ -305,12 +299,41 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
         return []
 
 
-def _argument_leaves(positions: Sequence[int], in_tree: Any) -> Mapping[int, Sequence[int]]:
-    """Position of a parameter -> positions of its leaves; -1 in `positions`: an argument that is none of them."""
+def _argument_leaves(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int], in_tree: Any
+) -> Mapping[int, Sequence[int]]:
+    """Position of a parameter -> positions of the leaves of its argument, given by position or by keyword."""
+    parameters = _parameters(fn)
+    positions = [i for i in range(len(args)) if i not in static]
+    positions += [parameters.index(name) if name in parameters else -1 for name in sorted(kwargs)]
     counts = [tree.num_leaves for group in in_tree.children() for tree in group.children()]
     starts = itertools.accumulate(counts, initial=0)
     each = zip(positions, starts, counts, strict=False)
     return {i: range(start, start + count) for i, start, count in each if i >= 0}
+
+
+def check_values(fn: Callable[..., Any], args: Sequence[Any], static: Sequence[int] = ()) -> None:
+    """Check that the arguments of a call, as pytrees of arrays, have values.
+
+    Raises:
+        ArgumentError: an argument leaf is no array or number, or a shape alone.
+        DonatedError: an array was donated to an earlier step.
+    """
+    paths, leaves, _, _ = _named_leaves(fn, args, {}, static)
+    for path, leaf in zip(paths, leaves, strict=True):
+        _abstract(leaf, path)
+        arguments.check_value(leaf, path)
+
+
+def _named_leaves(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]
+) -> tuple[tuple[str, ...], list[Any], Any, tuple[str, ...]]:
+    """Paths, leaves and tree of the traced arguments, and the names of the positional ones."""
+    parameters = _parameters(fn)
+    positions = [i for i in range(len(args)) if i not in static]
+    names = tuple(parameters[i] if i < len(parameters) else str(i) for i in positions)
+    leaves, in_tree = flatten((tuple(args[i] for i in positions), kwargs), tree_flatten_with_path)
+    return tuple(_input_path(path, names) for path, _ in leaves), [leaf for _, leaf in leaves], in_tree, names
 
 
 def _simple(path: tuple[Any, ...]) -> str:
@@ -344,4 +367,9 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         ) from error
     if jax_compat.is_reference(aval):
         raise ArgumentError(f"argument '{path}' is a mutable array {aval.str_short()}; pass its value, ref[...]")
+    if isinstance(leaf, jax.Array) and (narrower := jax_compat.dtype_in_force(aval.dtype)) != aval.dtype:
+        raise ArgumentError(
+            f"argument '{path}' is {aval.str_short()}, and jax_enable_x64 is off, so that JAX computes in {narrower}; "
+            f"pass it as {narrower}, with .astype('{narrower}'), or call under jax.enable_x64(True)"
+        )
     return _typed(aval, None)

@@ -34,7 +34,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir import arguments
 from autopar.ir.arguments import ArrayArguments
 from autopar.ir.text import size, table
-from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
+from autopar.ir.trace import attention_of_cudnn, check_values, needs_gpu, trace
 from autopar.options import Settings, name_of
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable
@@ -143,9 +143,11 @@ def compare_with_one_device(
         parallel: arguments -> the step planned for them and compiled.
 
     Raises:
-        ArgumentError: the step does not fit one device even with the smallest batch.
+        ArgumentError: an argument has no value, or the step does not fit one device even with the smallest batch.
+        DonatedError: an argument was donated to an earlier step.
     """
     with arguments.as_arrays(args, {}, s.static_argnums) as array_args:
+        check_values(fn, array_args.args, s.static_argnums)
         leaves, single, notes = _fit_one_device(fn, array_args, s)
         reference = single(leaves)
         perturbed = single([_perturbed(x, i) for i, x in enumerate(leaves)])

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
 from autopar.bench.equal.case import dear
+from autopar.errors import ArgumentError
 from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
 
@@ -69,3 +71,19 @@ def test_without_jit_it_is_planned_and_compiled_as_with_it(options: Any) -> None
     assert run.plan(W, X) is plan
     assert_equal(results, looped(W, X))
     assert_equal(run(W, X), results)
+
+
+@pytest.mark.parametrize(("dtype", "narrower"), [("float64", "float32"), ("int64", "int32")])
+def test_arrays_of_64_bits_are_refused_where_jax_computes_in_32(dtype: str, narrower: str) -> None:
+    run = autopar.parallelize(lambda data: data["x"] * 2, mesh=(8,), donate_argnums=())
+    with jax.enable_x64(True):
+        x = jnp.ones((16, 8), dtype)
+        assert run({"x": x}).dtype == dtype
+    with jax.enable_x64(False):
+        message = rf"argument 'data/x' is \w+\[16,8\], and jax_enable_x64 is off.*\.astype\('{narrower}'\)"
+        for call in (run, run.plan, lambda data: autopar.check(run, data)):
+            with pytest.raises(ArgumentError, match=message):
+                call({"x": x})
+        again = autopar.parallelize(run.__wrapped__, mesh=(8,))
+        assert again({"x": x.astype(narrower)}).dtype == narrower
+        assert again({"x": np.ones((16, 8), dtype)}).dtype == narrower  # as with jax.jit
