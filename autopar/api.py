@@ -34,7 +34,7 @@ from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.layout import longest_dividing
 from autopar.ir.text.printer import type_text
 from autopar.ir.trace import is_tracing
-from autopar.options import Options, Settings, name_of, settings, with_options, written
+from autopar.options import Options, Settings, for_function, name_of, settings, with_options, written
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable, Lowered, lower
 from autopar.runtime.planned_step import Pin, PlannedStep
@@ -63,7 +63,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         donate_argnums: positions of the arguments whose buffers the step may reuse. "auto": the state, which is every
             argument leaf that the step returns with the same path or position, shape and dtype. With `plan`, only
             leaves that the plan donates are donated. Use of a donated array raises `DonatedError` with its path.
-        static_argnums: positions of arguments that are not traced, as in `jax.jit`: hashable, and no modules.
+        static_argnums: positions of arguments that are not traced, as in `jax.jit`: hashable, and no modules. Given by
+            keyword, they are static too.
+        static_argnames: names of parameters that are not traced, by keyword or by position.
         memory_budget: bound on the predicted peak memory per device: bytes, "12GiB", "80%" of a device's memory, or
             "min" for the least peak, with `stages` over all devices; `MemoryBudgetError` if no plan fits. None: nine
             tenths of a device's memory; if none fits, the plan that exceeds it least, with a warning.
@@ -115,9 +117,10 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
     if fn is None:
         return functools.partial(parallelize, **options)
     arguments.check_function("parallelize", fn)
-    return ParallelFunction(fn, settings(options))
+    return ParallelFunction(fn, for_function(settings(options), fn))
 
 
+@jax.disable_jit(False)
 @with_options
 def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Plan:
     """Plan a function for arguments of these shapes, without devices.
@@ -136,11 +139,12 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Plan
     """
     fn = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
     arguments.check_function("plan", fn)
-    chosen = settings(options)
+    chosen = for_function(settings(options), fn)
     with as_arrays(args, {}, chosen.static_argnums) as array_args:
         return plan_step(fn, array_args.args, {}, chosen, local=False).plan
 
 
+@jax.disable_jit(False)
 @with_options
 def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Check:
     """Run a step in parallel, and as it is written on one device, and compare the results leaf by leaf.
@@ -165,7 +169,7 @@ def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Che
             names devices of its own, by a `NamedSharding` or `shard_map`.
     """
     step, args, own = written(fn, args)
-    chosen = own if own is not None and not options else settings(options)
+    chosen = own if own is not None and not options else for_function(settings(options), step)
 
     def parallel(args: Sequence[Any]) -> tuple[PlannedStep, Executable]:
         planned = plan_step(step, args, {}, chosen, local=True)
@@ -278,7 +282,8 @@ class ParallelFunction:
     """What `parallelize` returns: a function that is planned and compiled for the shapes it is called with.
 
     In a trace of another function the call is inlined, and the outermost `parallelize` plans it. If there is none, an
-    `AutoparWarning` is given. As an attribute of a class it is a method (`BoundFunction`).
+    `AutoparWarning` is given. As an attribute of a class it is a method (`BoundFunction`). Under `jax.disable_jit()` a
+    call runs the function as it is written, operation by operation, and `plan` still plans.
 
     Threads may share it. The first call for given shapes plans and compiles while other threads wait for the result.
     Steps are dispatched to the devices one after the other (`autopar.runtime.single_program.DISPATCH_LOCK`).
@@ -306,16 +311,17 @@ class ParallelFunction:
         Raises:
             AutoparError: the step cannot be planned, or its arguments do not fit; see the subclasses.
         """
-        with self._opened(args, kwargs) as array_args:
-            if not any(map(jax_compat.is_tracer, array_args.leaves)):
-                return self._run(array_args)
-        self._warn_of_the_outer()
+        if not jax_compat.disables_jit():
+            with self._opened(args, kwargs) as array_args:
+                if not any(map(jax_compat.is_tracer, array_args.leaves)):
+                    return self._run(array_args)
+            self._warn_of_the_outer()
         return self.__wrapped__(*map(arguments.unwrap, args), **kwargs)
 
     def _run(self, array_args: ArrayArguments) -> Any:
         # A loop passes in the results of the last step: comparing type objects is quicker than hashing shapes.
         avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in array_args.leaves]
-        now = (array_args.tree, self._fixed(array_args.args), jax_compat.trace_context(), avals)
+        now = (array_args.tree, self._fixed(array_args), jax_compat.trace_context(), avals)
         last = self._last
         if last is None or last[0] != now:
             last = self._last = (now, self._compiled(array_args, has_run=last is not None))
@@ -349,6 +355,7 @@ class ParallelFunction:
                 "can be dropped or padded; compiled(...) plans and compiles ahead of a call"
             )
 
+    @jax.disable_jit(False)
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
         """The executable that a call with these arguments (arrays or `ShapeDtypeStruct`s) runs, compiled once."""
         with self._opened(args, kwargs) as array_args:
@@ -362,6 +369,7 @@ class ParallelFunction:
                 executable = self._executables[planned] = self._lowered(planned).compile()
         return executable
 
+    @jax.disable_jit(False)
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s), computed once for each of their structures."""
         with self._opened(args, kwargs) as array_args:
@@ -384,6 +392,7 @@ class ParallelFunction:
         """Where compiled steps take the leaves of a batch (None: on the host); None if none is compiled for it."""
         return batches.shardings(batch, self._executables.values())
 
+    @jax.disable_jit(False)
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Measure some steps, and compare them with the plan.
 
@@ -410,6 +419,7 @@ class ParallelFunction:
             shardings, graph = planned.argument_shardings(), planned.traced.graph
             return profile(executable, array_args.leaves, shardings, devices, graph, steps)
 
+    @jax.disable_jit(False)
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments, as `jax.jit(fn).lower` does; each call lowers anew."""
         with self._opened(args, kwargs) as array_args:
@@ -418,6 +428,7 @@ class ParallelFunction:
     def _lowered(self, planned: PlannedStep) -> Lowered:
         return lower(planned, name_of(self.__wrapped__), self.settings.debug_nans)
 
+    @jax.disable_jit(False)
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Call `init_fn(*args)` so that every array is created with its sharding, never whole on one device.
 
@@ -472,7 +483,8 @@ class ParallelFunction:
             if planned is None:
                 if has_run:
                     self._warn_of_another_shape(array_args)
-                planned = plan_step(self.__wrapped__, array_args.args, array_args.kwargs, self.settings, local=True)
+                fn = array_args.step(self.__wrapped__)
+                planned = plan_step(fn, array_args.args, array_args.kwargs, self.settings, local=True)
             self._planned_steps[key] = planned
         return planned
 
@@ -485,18 +497,18 @@ class ParallelFunction:
 
     def _key(self, array_args: ArrayArguments) -> _Key:
         context = jax_compat.trace_context()
-        structure = array_args.tree, self._fixed(array_args.args), tuple(map(_leaf_key, array_args.leaves)), context
+        structure = array_args.tree, self._fixed(array_args), tuple(map(_leaf_key, array_args.leaves)), context
         return structure, tuple(map(_pin, array_args.leaves))
 
     def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[ArrayArguments]:
-        return as_arrays(args, kwargs, self.settings.static_argnums)
+        return as_arrays(args, kwargs, self.settings.static_argnums, self.settings.static_argnames)
 
-    def _fixed(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The static arguments."""
-        static = self.settings.static_argnums
-        fixed = tuple(args[i] for i in static if i < len(args))
-        for i, value in zip(static, fixed, strict=False):
-            _check_hashable(name_of(self.__wrapped__), i, value)
+    def _fixed(self, array_args: ArrayArguments) -> tuple[Any, ...]:
+        """The static arguments, with their positions or keywords."""
+        args, named = array_args.args, array_args.named
+        fixed = (*((i, args[i]) for i in self.settings.static_argnums if i < len(args)), *named.items())
+        for which, value in fixed:
+            arguments.check_static(name_of(self.__wrapped__), which, value)
         return fixed
 
 
@@ -554,22 +566,6 @@ class BoundFunction:
 
 #: Structure of the arguments, and the sharding of each leaf on an Explicit mesh.
 _Key = tuple[Any, tuple[Pin | None, ...]]
-
-
-def _check_hashable(name: str, position: int, value: Any) -> None:
-    described = arguments.describe_arrays(value)
-    if described is not None:
-        raise ArgumentError(
-            f"static argument {position} of {name} is {described}: its arrays would be constants of the program. "
-            "Leave it out of static_argnums; what is no array in it is structure anyway."
-        )
-    try:
-        hash(value)
-    except TypeError as error:
-        raise ArgumentError(
-            f"static argument {position} of {name} must be hashable, "
-            f"it is {type(value).__name__} {value!r:.60} ({error})"
-        ) from None
 
 
 def _leaf_key(leaf: Any) -> Any:

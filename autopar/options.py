@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
     batch_argnums: int | list[int] | tuple[int, ...] | Literal["auto"]
     donate_argnums: int | list[int] | tuple[int, ...] | Literal["auto"]
     static_argnums: int | list[int] | tuple[int, ...]
+    static_argnames: str | list[str] | tuple[str, ...]
     memory_budget: float | str | None
     pins: Mapping[str, PartitionSpec | NamedSharding] | None
     solver: Literal["auto", "cbc", "highs"]
@@ -71,6 +72,7 @@ class Settings:
     batch_argnums: tuple[int, ...] | str = "auto"
     donate_argnums: tuple[int, ...] | str = "auto"
     static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
     memory_budget: Budget = None
     pins: Pins | None = None
     solver: str = "auto"
@@ -181,6 +183,58 @@ def settings(options: Mapping[str, Any]) -> Settings:
     return checked
 
 
+def for_function(s: Settings, fn: Callable[..., Any]) -> Settings:
+    """The settings, with the static parameters of a function by position and by name, as its signature joins them.
+
+    Raises:
+        ArgumentError: a position is outside of the signature, or the function has no parameter of a name.
+    """
+    if not s.static_argnums and not s.static_argnames:
+        return s
+    try:
+        parameters = tuple(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # a function of C without a signature
+        _check_not_negative(s.static_argnums)
+        return s
+    _check_static_names(name_of(fn), s.static_argnames, parameters)
+    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    given = _static_positions(name_of(fn), s.static_argnums, None if any_number else len(ordered))
+    positions = (*given, *(i for i, p in enumerate(ordered) if p.name in s.static_argnames))
+    named = (p.name for i, p in enumerate(ordered) if i in given and p.kind is p.POSITIONAL_OR_KEYWORD)
+    names = (*s.static_argnames, *named)
+    return replace(s, static_argnums=tuple(dict.fromkeys(positions)), static_argnames=tuple(dict.fromkeys(names)))
+
+
+def _static_positions(name: str, positions: Sequence[int], count: int | None) -> tuple[int, ...]:
+    """Positions from 0; negative ones count from the last of `count` parameters. `count`: None with `*args`."""
+    if count is None:
+        _check_not_negative(positions)
+        return tuple(positions)
+    outside = next((n for n in positions if not -count <= n < count), None)
+    if outside is not None:
+        raise ArgumentError(f"static_argnums={positions}: {name} has {count} positional parameters, and none {outside}")
+    return tuple(n % count for n in positions)
+
+
+def _check_not_negative(positions: Sequence[int]) -> None:
+    if any(n < 0 for n in positions):
+        raise ArgumentError(
+            f"static_argnums={positions} counts from the last parameter, and the function has no fixed number of them; "
+            "give positions of 0 or more"
+        )
+
+
+def _check_static_names(name: str, names: Sequence[str], parameters: Sequence[inspect.Parameter]) -> None:
+    """ArgumentError for a name that no parameter has, unless the function takes any keyword."""
+    nameable = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [n for n in names if n not in nameable]
+    if unknown and all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        raise ArgumentError(
+            f"static_argnames={tuple(names)}: {name} has no parameter '{unknown[0]}'; it has {', '.join(nameable)}"
+        )
+
+
 def name_of(fn: Callable[..., Any]) -> str:
     """The function's name, for messages."""
     return getattr(fn, "__name__", type(fn).__name__)
@@ -236,6 +290,8 @@ def check_one_stage(s: Settings) -> None:
 def _checked(name: str, value: Any) -> Any:
     if name in ("batch_argnums", "donate_argnums", "static_argnums"):
         return _positions(name, value)
+    if name == "static_argnames":
+        return _names(value)
     if name == "per_microbatch":
         return _patterns(name, value)
     if name == "memory_budget" and value is not None:
@@ -284,6 +340,14 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     return patterns
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    """Names of parameters as a tuple; one alone may be given as it is."""
+    names: tuple[Any, ...] = tuple(value) if _is_sequence(value) else (value,)
+    if any(not isinstance(name, str) or not name for name in names):
+        raise ArgumentError(f"static_argnames={value!r:.60} must be names of parameters")
+    return tuple(dict.fromkeys(names))
+
+
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
@@ -293,6 +357,7 @@ def _positions(name: str, value: Any) -> tuple[int, ...] | str:
     if isinstance(value, str) and value == "auto" and name != "static_argnums":
         return value
     numbers: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
-        raise ArgumentError(f"{name}={value!r:.60} must be positions of positional arguments, 0 or more")
+    least = "" if name == "static_argnums" else ", 0 or more"
+    if any(not isinstance(n, int) or isinstance(n, bool) or (least and n < 0) for n in numbers):
+        raise ArgumentError(f"{name}={value!r:.60} must be positions of positional arguments{least}")
     return tuple(dict.fromkeys(numbers))

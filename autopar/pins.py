@@ -20,7 +20,7 @@ from autopar.compile.call import ordinary_pins
 from autopar.ir.arguments import as_arrays
 from autopar.ir.text import spec_text, table
 from autopar.ir.trace import trace
-from autopar.options import settings, written
+from autopar.options import for_function, settings, written
 
 
 class Pins(dict[str, PartitionSpec]):
@@ -49,10 +49,10 @@ class Pins(dict[str, PartitionSpec]):
             PinError: no mesh is given, the mesh lacks an axis, or a strategy fits no leaf of the step.
         """
         fn, args, own = written(step, args)
-        chosen = replace(own if own is not None and not options else settings(options), pins=self)
+        chosen = replace(own if own is not None and not options else for_function(settings(options), fn), pins=self)
         with as_arrays(args, {}, chosen.static_argnums) as arrays:
             traced = trace(fn, *arrays.args, static_argnums=chosen.static_argnums)
-            return Pins(ordinary_pins(traced, arrays.args, chosen).pins or {})
+            return Pins(ordinary_pins(traced, chosen).pins or {})
 
     def __str__(self) -> str:
         return table("pin", ("", "layout"), [(key, spec_text(spec)) for key, spec in self.items()])

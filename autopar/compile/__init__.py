@@ -87,7 +87,7 @@ def _planned(call: Call, s: Settings) -> PlannedStep:
     name = name_of(call.fn)
     with jax_compat.automatic_axes():
         if s.plan is not None:
-            return _loaded(call, s, argnums.donating_no_more(s.plan, call.args, s))
+            return _loaded(call, s, argnums.donating_no_more(s.plan, call.traced, s))
         if call.local and jax.process_count() > 1:
             options = repr(replace(s, progress=None, debug_nans=None))
             return planned_by_first(name, call, options, lambda: _chosen(call, s), lambda plan: _loaded(call, s, plan))
@@ -128,8 +128,8 @@ def _with_origin(call: Call, s: Settings) -> PlannedStep:
             return _with_origin(again, changed).plan
 
     with jax_compat.automatic_axes():
-        resolved = ordinary_pins(call.traced, call.args, in_bytes(call, s))
-    step, batch = _planned(call, resolved), argnums.named_batch(call.args, s)
+        resolved = ordinary_pins(call.traced, in_bytes(call, s))
+    step, batch = _planned(call, resolved), argnums.named_batch(call.traced, s)
     return replace(step, plan=replace(step.plan, origin=StepOrigin(step, s, replan, resolved.pins, batch)))
 
 

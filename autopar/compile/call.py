@@ -73,7 +73,7 @@ def with_batch(call: Call, s: Settings, times: int) -> Call:
             settings are no longer those of the first trace.
         TraceError: the function does not take this batch.
     """
-    before, leaves = call.traced, argnums.batch_positions(call.traced.graph, call.args, s)
+    before, leaves = call.traced, argnums.batch_positions(call.traced, s)
     extents = {before.in_avals[i].shape[0] for i in leaves}
     if len(extents) != 1 or before.mesh is not None or call.context != jax_compat.trace_context():
         raise ArgumentError(f"{name_of(call.fn)} is not planned with another batch")
@@ -141,7 +141,7 @@ def offload_option(s: Settings, target: Target, local: bool) -> str:
 
 def donated_leaves(call: Call, s: Settings) -> tuple[int, ...]:
     """Positions of the argument leaves whose buffers the step may reuse."""
-    donated = argnums.donated(call.traced, call.args, s)
+    donated = argnums.donated(call.traced, s)
     return tuple(sorted(match_state(call.traced.graph).values())) if isinstance(donated, str) else donated
 
 
@@ -193,7 +193,7 @@ def _mesh_of_maps(graph: Graph, given: Any) -> Any:
     return given
 
 
-def ordinary_pins(traced: Traced, args: Sequence[Any], s: Settings) -> Settings:
+def ordinary_pins(traced: Traced, s: Settings) -> Settings:
     """The settings, with strategies among the pins expanded for the mesh that they ask for.
 
     Raises:
@@ -211,7 +211,7 @@ def ordinary_pins(traced: Traced, args: Sequence[Any], s: Settings) -> Settings:
         )
     mesh = meshes.targets(wanted, s.cluster, local=False)[0].logical
     rules = partial(rules_of, traced.graph, registered_rules())
-    return replace(s, pins=strategies.expand(s.pins, traced.graph, mesh, rules, argnums.named_batch(args, s)))
+    return replace(s, pins=strategies.expand(s.pins, traced.graph, mesh, rules, argnums.named_batch(traced, s)))
 
 
 def in_bytes(call: Call, s: Settings) -> Settings:

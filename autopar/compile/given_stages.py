@@ -37,7 +37,7 @@ class GivenStages:
         pipelines.check_options(asked, self._graph)
         candidates = meshes.targets(wanted_mesh(call.traced, s), s.cluster, local=call.local)
         self._call, self._s, self._target = call, s, candidates[0]
-        pipeline = pipelines.pipelined(self._graph, argnums.named_batch(call.args, s), self._target, asked)
+        pipeline = pipelines.pipelined(self._graph, argnums.named_batch(call.traced, s), self._target, asked)
         option = offload_option(s, self._target, call.local)
         positions = choose_offload.allowed(self._graph, self._target.logical.device, donated_leaves(call, s), option)
         self._offloadable = offloadable_in_stages(pipeline.stages, positions)

@@ -52,8 +52,8 @@ class OneMeshPlanner:
 
     def __init__(self, call: Call, s: Settings) -> None:
         self._call, self._candidates = call, meshes.targets(wanted_mesh(call.traced, s), s.cluster, local=call.local)
-        argnums.check_batch(name_of(call.fn), call.traced, call.args, s, self._candidates)
-        self._count, self._batch = count, batch = argnums.microbatches(call.traced.graph, call.args, s)
+        argnums.check_batch(name_of(call.fn), call.traced, s, self._candidates)
+        self._count, self._batch = count, batch = argnums.microbatches(call.traced, s)
         devices, self._own = self._candidates[0].logical.size, s.per_microbatch
 
         @lru_cache(maxsize=SPLIT_CACHE_SIZE)
@@ -69,8 +69,8 @@ class OneMeshPlanner:
             time_limit=s.time_limit or default_time_limit(self._traced.graph),
             gap=s.gap,
             pins=s.pins,
-            batch=argnums.named_batch(call.args, s),
-            donate=argnums.donated(call.traced, call.args, s),
+            batch=argnums.named_batch(call.traced, s),
+            donate=argnums.donated(call.traced, s),
             rules=self._rules,
             memory_budget=absolute_budget(s),
             remat=s.remat,

@@ -110,7 +110,7 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
             cached = replace(cached, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
             with contextlib.suppress(PlanMismatchError):  # the devices here may lack the host memory that it needs
                 return _load_cached(call, s, cached)
-    step = pipelines.opening(call.traced, argnums.named_batch(call.args, s), cluster, pipeline_options(s))
+    step = pipelines.opening(call.traced, argnums.named_batch(call.traced, s), cluster, pipeline_options(s))
     phases = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
     one_mesh, expected, as_written = _one_microbatch(call, s, cluster, indivisible=step is None or step.is_whole)
 

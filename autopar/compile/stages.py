@@ -31,7 +31,7 @@ def stage_options(call: Call, s: Settings, time_limit: float) -> Options:
         time_limit=time_limit,
         gap=s.gap,
         pins=s.pins,
-        batch=argnums.named_batch(call.args, s),
+        batch=argnums.named_batch(call.traced, s),
         rules=registered_rules(),
     )
 

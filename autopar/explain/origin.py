@@ -30,7 +30,7 @@ from autopar.progress import reporting
 from autopar.runtime.planned_step import PlannedStep
 
 #: Options that `replanned` does not take: they say what the arguments are, or give a plan instead of making one.
-KEPT = ("static_argnums", "plan")
+KEPT = ("static_argnums", "static_argnames", "plan")
 
 
 @dataclass(frozen=True, eq=False)

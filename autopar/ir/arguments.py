@@ -40,7 +40,7 @@ from jax.tree_util import (
 )
 
 from autopar import jax_compat
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, DonatedError
 
 #: Name of the update context that the four conversions share.
 _TAG = "autopar"
@@ -115,28 +115,46 @@ register_pytree_node(Returned, lambda r: ((r.updates, r.out), None), lambda _, c
 
 @dataclass(frozen=True, eq=False)
 class ArrayArguments:
-    """Arguments as pytrees of arrays, and the leaves and the tree of those that are traced."""
+    """Arguments as pytrees of arrays, and the leaves and the tree of those that are traced.
+
+    Attributes:
+        args: the positional arguments.
+        kwargs: the keyword arguments that are traced.
+        leaves, tree: of the arguments that are traced.
+        named: the keyword arguments that are static.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     leaves: list[Any]
     tree: Any
+    named: Mapping[str, Any]
+
+    def step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of `args` and `kwargs`: `fn`, or `fn` with its static keyword arguments."""
+        return functools.wraps(fn)(partial(fn, **self.named)) if self.named else fn
 
 
 @contextlib.contextmanager
-def as_arrays(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = ()) -> Iterator[ArrayArguments]:
-    """Arguments as pytrees of arrays. Trace, run and convert results inside; positions in `static` are not converted.
+def as_arrays(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = (), names: Sequence[str] = ()
+) -> Iterator[ArrayArguments]:
+    """Arguments as pytrees of arrays. Trace, run and convert results inside.
+
+    Positions in `static` and keywords in `names` are not converted.
 
     Raises:
         ArgumentError: the arguments are no pytree.
     """
-    dynamic = tuple(arg for i, arg in enumerate(args) if i not in static), dict(kwargs)
+    named = {name: kwargs[name] for name in names if name in kwargs}
+    keywords = {name: arg for name, arg in kwargs.items() if name not in named}
+    dynamic = tuple(arg for i, arg in enumerate(args) if i not in static), keywords
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not _has_nodes(dynamic):
-        yield _as_arrays(args, dynamic, static)
+        yield _as_arrays(args, dynamic, static, named)
         return
     with nnx.update_context(_TAG):
-        yield _as_arrays(args, _without_nodes(dynamic, _TAG), static)
+        yield _as_arrays(args, _without_nodes(dynamic, _TAG), static, named)
 
 
 @contextlib.contextmanager
@@ -149,12 +167,12 @@ def node_context(tree: Any) -> Iterator[None]:
         yield
 
 
-def _as_arrays(args: Sequence[Any], dynamic: Any, static: Sequence[int]) -> ArrayArguments:
+def _as_arrays(args: Sequence[Any], dynamic: Any, static: Sequence[int], named: Mapping[str, Any]) -> ArrayArguments:
     leaves, tree = flatten(dynamic)
     if not all(map(_is_surely_array, leaves)):
         dynamic = _without_statics(dynamic)
         leaves, tree = flatten(dynamic)
-    return ArrayArguments(merge_static(args, static, dynamic[0]), dynamic[1], leaves, tree)
+    return ArrayArguments(merge_static(args, static, dynamic[0]), dynamic[1], leaves, tree, named)
 
 
 def merge_static(args: Sequence[Any], static: Sequence[int], traced: Sequence[Any]) -> tuple[Any, ...]:
@@ -330,7 +348,46 @@ def unwrap(arg: Any) -> Any:
     return arg.value if isinstance(arg, Static) else arg
 
 
-def describe_arrays(x: Any) -> str | None:
+def check_static(name: str, which: int | str, value: Any) -> None:
+    """Check a static argument of the function `name`; `which`: its position or keyword.
+
+    Raises:
+        ArgumentError: it contains arrays, or cannot be hashed.
+    """
+    described = _describe_arrays(value)
+    if described is not None:
+        raise ArgumentError(
+            f"static argument {which} of {name} is {described}: its arrays would be constants of the program. "
+            "Leave it out of static_argnums; what is no array in it is structure anyway."
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ArgumentError(
+            f"static argument {which} of {name} must be hashable, it is {type(value).__name__} {value!r:.60} ({error})"
+        ) from None
+
+
+def check_value(leaf: Any, path: str) -> None:
+    """Check that an argument leaf has a value; `path`: its name in errors.
+
+    Raises:
+        ArgumentError: it is a shape alone.
+        DonatedError: it was donated to an earlier step.
+    """
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise DonatedError(
+                f"'{path}' of shape {leaf.shape} was donated to an earlier step and its memory reused. "
+                "Use the state that the step returned, or pass donate_argnums=()."
+            )
+    elif isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ArgumentError(
+            f"'{path}' is {leaf}; a call needs arrays. With shapes alone use .plan(...) or .lower(...)."
+        )
+
+
+def _describe_arrays(x: Any) -> str | None:
     """Description of an object that contains arrays; None if it contains none."""
     if is_node(x):
         return f"the object {type(x).__name__} of Flax NNX"

@@ -8,6 +8,7 @@ the argument's path, the value, the line.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ class Traced:
         in_avals, out_avals: their shapes and types, without shardings.
         pins: positions of argument leaves -> the PartitionSpec in their types; see `autopar.ir.explicit`.
         mesh: the Explicit mesh of the arguments, or the Explicit mesh that is set; None if there is none.
+        argument_leaves: positions of parameters -> positions of the leaves of the argument, which may be a keyword's.
     """
 
     graph: Graph
@@ -49,6 +51,7 @@ class Traced:
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     pins: Mapping[int, PartitionSpec] = field(default_factory=dict)
     mesh: Mesh | AbstractMesh | None = None
+    argument_leaves: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Leaves of arguments with the structure of those that were traced; ArgumentError for others."""
@@ -68,12 +71,9 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
             that is not bound, changes an argument such that the change is lost, or returns something that is not an
             array.
     """
-    dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
-    names = _argument_names(fn, len(args), static_argnums)
-    leaves, in_tree = flatten((dynamic, kwargs), tree_flatten_with_path)
-    paths = tuple(_input_path(path, names) for path, _ in leaves)
-    abstract = [_abstract(leaf, path) for (_, leaf), path in zip(leaves, paths, strict=True)]
-    shardings = [explicit.sharding_of(leaf) for _, leaf in leaves]
+    paths, leaves, in_tree, names = _named_leaves(fn, args, kwargs, static_argnums)
+    abstract = list(map(_abstract, leaves, paths))
+    shardings = list(map(explicit.sharding_of, leaves))
     mesh = _explicit_mesh(shardings, paths)
 
     traces: list[Callable[[], Any]] = []
@@ -100,7 +100,8 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     graph = build_graph(simplified(jaxpr), paths, out_paths)
     pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
     out_avals = tuple(_typed(leaf, None) for leaf in out_leaves)
-    return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
+    argument_leaves = _argument_leaves(fn, args, kwargs, static_argnums, in_tree)
+    return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh, argument_leaves)
 
 
 def _check_attributes(snapshot: side_effects.ArgumentSnapshot, names: tuple[str, ...], name: str) -> None:
@@ -290,13 +291,49 @@ def _user_line(error: BaseException) -> str:
     return line
 
 
-def _argument_names(fn: Callable[..., Any], count: int, static: Sequence[int]) -> tuple[str, ...]:
-    """A name for every traced positional argument: the parameter's, or its position."""
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    """Names of the positional parameters; none if the function has no signature."""
     try:
-        params = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (0, 1)]
+        return [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (0, 1)]
     except (TypeError, ValueError):
-        params = []
-    return tuple(params[i] if i < len(params) else str(i) for i in range(count) if i not in static)
+        return []
+
+
+def _argument_leaves(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int], in_tree: Any
+) -> Mapping[int, Sequence[int]]:
+    """Position of a parameter -> positions of the leaves of its argument, given by position or by keyword."""
+    parameters = _parameters(fn)
+    positions = [i for i in range(len(args)) if i not in static]
+    positions += [parameters.index(name) if name in parameters else -1 for name in sorted(kwargs)]
+    counts = [tree.num_leaves for group in in_tree.children() for tree in group.children()]
+    starts = itertools.accumulate(counts, initial=0)
+    each = zip(positions, starts, counts, strict=False)
+    return {i: range(start, start + count) for i, start, count in each if i >= 0}
+
+
+def check_values(fn: Callable[..., Any], args: Sequence[Any], static: Sequence[int] = ()) -> None:
+    """Check that the arguments of a call, as pytrees of arrays, have values.
+
+    Raises:
+        ArgumentError: an argument leaf is no array or number, or a shape alone.
+        DonatedError: an array was donated to an earlier step.
+    """
+    paths, leaves, _, _ = _named_leaves(fn, args, {}, static)
+    for path, leaf in zip(paths, leaves, strict=True):
+        _abstract(leaf, path)
+        arguments.check_value(leaf, path)
+
+
+def _named_leaves(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]
+) -> tuple[tuple[str, ...], list[Any], Any, tuple[str, ...]]:
+    """Paths, leaves and tree of the traced arguments, and the names of the positional ones."""
+    parameters = _parameters(fn)
+    positions = [i for i in range(len(args)) if i not in static]
+    names = tuple(parameters[i] if i < len(parameters) else str(i) for i in positions)
+    leaves, in_tree = flatten((tuple(args[i] for i in positions), kwargs), tree_flatten_with_path)
+    return tuple(_input_path(path, names) for path, _ in leaves), [leaf for _, leaf in leaves], in_tree, names
 
 
 def _simple(path: tuple[Any, ...]) -> str:
@@ -330,4 +367,9 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         ) from error
     if jax_compat.is_reference(aval):
         raise ArgumentError(f"argument '{path}' is a mutable array {aval.str_short()}; pass its value, ref[...]")
+    if isinstance(leaf, jax.Array) and (narrower := jax_compat.dtype_in_force(aval.dtype)) != aval.dtype:
+        raise ArgumentError(
+            f"argument '{path}' is {aval.str_short()}, and jax_enable_x64 is off, so that JAX computes in {narrower}; "
+            f"pass it as {narrower}, with .astype('{narrower}'), or call under jax.enable_x64(True)"
+        )
     return _typed(aval, None)

@@ -59,7 +59,8 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; arguments are those of the function without the static ones."""
-        with arguments.as_arrays(args, kwargs) as array_args:
+        with_jit = jax.disable_jit(False) if jax_compat.disables_jit() else nullcontext()
+        with with_jit, arguments.as_arrays(args, kwargs) as array_args:
             return self.run(array_args.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -117,6 +118,7 @@ class Lowered:
         pipeline = self._planned.pipeline
         return self.jax_lowered.as_text() if pipeline is None else str(pipeline.stages)
 
+    @jax.disable_jit(False)
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
         """Compile for the devices of this process.
 

@@ -24,7 +24,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.errors import ArgumentError, DonatedError
+from autopar.ir import arguments
 from autopar.plans.plan import Plan
 from autopar.runtime.executor import PipelineStep
 from autopar.runtime.processes import agree, host_value
@@ -48,35 +48,20 @@ def place_argument(leaf: Any, sharding: NamedSharding, donated: bool, path: str)
         ArgumentError: it has a shape, but no value.
     """
     if isinstance(leaf, jax.Array):
-        _check_alive(leaf, path)
+        arguments.check_value(leaf, path)
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         # A copy, so that donation does not delete the caller's own buffer: when device_put replicates an array, the
         # shard on the array's own device aliases it whatever may_alias says (seen on 0.10.2).
         return jax.device_put(leaf.copy() if donated else leaf, sharding)
-    _check_value(leaf, path)
+    arguments.check_value(leaf, path)
     return jax.device_put(leaf, sharding)
 
 
 def _checked(leaf: Any, path: str) -> Any:
     """An argument that has a value, and was not donated to an earlier step."""
-    (_check_alive if isinstance(leaf, jax.Array) else _check_value)(leaf, path)
+    arguments.check_value(leaf, path)
     return leaf
-
-
-def _check_alive(leaf: jax.Array, path: str) -> None:
-    if leaf.is_deleted():
-        raise DonatedError(
-            f"'{path}' of shape {leaf.shape} was donated to an earlier step and its memory reused. "
-            "Use the state that the step returned, or pass donate_argnums=()."
-        )
-
-
-def _check_value(leaf: Any, path: str) -> None:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise ArgumentError(
-            f"'{path}' is {leaf}; a call needs arrays. With shapes alone use .plan(...) or .lower(...)."
-        )
 
 
 def unaliased(placed: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
@@ -183,7 +168,7 @@ class PipelineRunner:
     def _placed_by_all(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The same in one of several processes, which all have the same arguments: whole, or parts of global arrays."""
         for x, path in zip(leaves, self.plan.input_paths, strict=True):
-            _checked(x, path)
+            arguments.check_value(x, path)
         is_global = agree(leaves, self.plan.input_paths)
         return [self._place_global(x, i) if is_global[i] else self._place_whole(x, i) for i, x in enumerate(leaves)]
 

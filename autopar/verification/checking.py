@@ -34,7 +34,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir import arguments
 from autopar.ir.arguments import ArrayArguments
 from autopar.ir.text import size, table
-from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
+from autopar.ir.trace import attention_of_cudnn, check_values, needs_gpu, trace
 from autopar.options import Settings, name_of
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable
@@ -143,9 +143,11 @@ def compare_with_one_device(
         parallel: arguments -> the step planned for them and compiled.
 
     Raises:
-        ArgumentError: the step does not fit one device even with the smallest batch.
+        ArgumentError: an argument has no value, or the step does not fit one device even with the smallest batch.
+        DonatedError: an argument was donated to an earlier step.
     """
     with arguments.as_arrays(args, {}, s.static_argnums) as array_args:
+        check_values(fn, array_args.args, s.static_argnums)
         leaves, single, notes = _fit_one_device(fn, array_args, s)
         reference = single(leaves)
         perturbed = single([_perturbed(x, i) for i, x in enumerate(leaves)])
@@ -257,8 +259,8 @@ def _fit_one_device(
     single = _compile_single(fn, array_args, array_args.leaves, s.static_argnums)
     if single.nbytes <= limit:
         return array_args.leaves, single, ()
-    graph = trace(fn, *array_args.args, static_argnums=s.static_argnums).graph
-    positions = batch_positions(graph, array_args.args, s)
+    traced = trace(fn, *array_args.args, static_argnums=s.static_argnums)
+    graph, positions = traced.graph, batch_positions(traced, s)
     extents = {graph.types[graph.inputs[i]].shape[0] for i in positions}
     fewest = single.nbytes / limit  # a lower bound: only the batch gets smaller
     for parts in (n for n in _divisors(math.gcd(*extents), s.num_microbatches) if n >= fewest):

@@ -20,11 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import jax
+
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
 from autopar.codegen.rewrites import apply_loaded_plan, apply_rewrites
 from autopar.errors import ArgumentError
-from autopar.ir.arguments import as_arrays
+from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import RETURNING_CALLBACKS
@@ -96,6 +98,7 @@ def _not_counted(c: Collective) -> str:
     return f"not counted, of a callback: {c.count} x {c.kind} over {axes}, {c.bytes:,} bytes{where}"
 
 
+@jax.disable_jit(False)
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
     """Compare the collectives of a plan with those of the program that a compiler makes of it.
 
@@ -124,9 +127,9 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     if platform not in BACKENDS or bool(topology) != (platform in DESCRIBED):
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
     fn, args, chosen = written(fn, args)
-    static = chosen.static_argnums if chosen else ()
-    with as_arrays(args, kwargs, static) as array_args:
-        traced = trace(fn, *array_args.args, static_argnums=static, **array_args.kwargs)
+    static, names = (chosen.static_argnums, chosen.static_argnames) if chosen else ((), ())
+    with as_arrays(args, kwargs, static, names) as array_args:
+        traced = _traced(fn, array_args, static)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         op = attention_of_cudnn(traced.graph)
         if op is not None and platform != "gpu":
@@ -160,11 +163,15 @@ def verify_compiled(step: CompiledStep, fn: Callable[..., Any], *args: Any, **kw
     matched by name.
     """
     fn, args, chosen = written(fn, args)
-    static = chosen.static_argnums if chosen else ()
-    with as_arrays(args, kwargs, static) as array_args:
-        traced = apply_rewrites(trace(fn, *array_args.args, static_argnums=static, **array_args.kwargs), step.plan)
+    static, names = (chosen.static_argnums, chosen.static_argnames) if chosen else ((), ())
+    with as_arrays(args, kwargs, static, names) as array_args:
+        traced = apply_rewrites(_traced(fn, array_args, static), step.plan)
     axes = Axes(step.plan.mesh_names, step.plan.mesh_sizes)
     return _report(step.plan, traced.graph, read(step.programs["step"], axes, traced.graph), "cpu")
+
+
+def _traced(fn: Callable[..., Any], array_args: ArrayArguments, static: Sequence[int]) -> Traced:
+    return trace(array_args.step(fn), *array_args.args, static_argnums=static, **array_args.kwargs)
 
 
 def _report(plan: Plan, graph: Graph, program: Emitted, target: str) -> Report:

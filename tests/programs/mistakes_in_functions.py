@@ -69,7 +69,7 @@ FUNCTIONS: Mistakes = (
         "positions that are no numbers",
         lambda: planned(static_argnums="auto"),
         ArgumentError,
-        r"static_argnums='auto' must be positions of positional arguments, 0 or more",
+        r"static_argnums='auto' must be positions of positional arguments",
     ),
     (
         "negative positions",

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import autopar
 from autopar.api import parallelize
 from autopar.bench.equal.case import dear
-from autopar.errors import ArgumentError, DifferenceError
+from autopar.errors import ArgumentError, DifferenceError, DonatedError
 from autopar.hardware.cluster import Cluster
 from autopar.verification import differences
 from tests.programs.steps import array, loss, sgd, two_layers
@@ -171,3 +171,15 @@ def test_tolerances_go_by_the_least_precise_type() -> None:
     tolerances = [differences.tolerance(t) for t in ((), ("int32", "key<fry>"), ("float32", "float64"), ("bfloat16",))]
     assert tolerances == [0.0, 0.0, 1e-5, 3e-2]
     assert differences.tolerance(("float8_e4m3fn", "float32")) > 3e-2
+
+
+def test_arguments_without_values_are_refused() -> None:
+    def doubled(p: Any, x: Any) -> Any:
+        return 2 * p, x
+
+    p, x = jnp.ones((8, 8)), jnp.ones(8)
+    with pytest.raises(ArgumentError, match=r"'p' is ShapeDtypeStruct\(.*; a call needs arrays"):
+        autopar.check(doubled, *jax.eval_shape(lambda: (p, x)), mesh=(8,))
+    p.delete()
+    with pytest.raises(DonatedError, match=r"'p' of shape \(8, 8\) was donated to an earlier step"):
+        autopar.check(doubled, p, x, mesh=(8,))
