@@ -157,7 +157,9 @@ def test_an_object_that_computes_its_attributes() -> None:
 
 
 @pytest.mark.parametrize(
-    "leaf", [jnp.float32, 2 + 3j, Bare, jax.jit(jnp.sin), functools.partial(max, 3), "text"], ids=str
+    "leaf",
+    [jnp.float32, 2 + 3j, Bare, jax.jit(jnp.sin), functools.partial(max, 3), "text"],
+    ids=["type of numpy", "number", "class", "jitted", "partial", "text"],
 )
 def test_what_no_code_of_the_step_sets(leaf: Any) -> None:
     traced_with(lambda self, x: x * len(getattr(self, "__annotations__", ())), leaf)
