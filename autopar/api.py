@@ -327,6 +327,10 @@ class ParallelFunction:
             last = self._last = (now, self._compiled(array_args, has_run=last is not None))
         return last[1].run(array_args.leaves)
 
+    def __deepcopy__(self, memo: Any) -> ParallelFunction:
+        """The function itself, as of `jax.jit`."""
+        return self
+
     def __get__(self, instance: Any, kind: type | None = None) -> ParallelFunction | BoundFunction:
         return self if instance is None else BoundFunction(self, instance)
 

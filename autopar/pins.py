@@ -17,6 +17,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.compile.call import ordinary_pins
+from autopar.errors import ArgumentError
 from autopar.ir.arguments import as_arrays
 from autopar.ir.text import spec_text, table
 from autopar.ir.trace import trace
@@ -104,4 +105,7 @@ def megatron(axis: Axis) -> Pins:
 
 
 def _strategy(name: str, axis: Axis) -> Pins:
-    return Pins({name: PartitionSpec(axis if isinstance(axis, str) else tuple(axis))})
+    axes: tuple[Any, ...] = tuple(axis) if isinstance(axis, list | tuple) else (axis,)
+    if not axes or any(not isinstance(a, str) for a in axes):
+        raise ArgumentError(f"pins.{name}({axis!r:.60}): give the name of a mesh axis, such as 'x', or several")
+    return Pins({name: PartitionSpec(axis if isinstance(axis, str) else axes)})

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import ClusterError, MeshError
+from autopar.errors import ArgumentError, ClusterError, MeshError
 from autopar.hardware import files as cluster_files
 from autopar.hardware import heterogeneous
 from autopar.hardware import local as local_cluster
@@ -311,8 +311,11 @@ class Cluster(ClusterFigures):
             devices: without a number of hosts, as many hosts of a preset as have so many devices; None: one.
 
         Raises:
+            ArgumentError: `text` is no text.
             ClusterError: the preset is unknown, the number is none, or the file cannot be read.
         """
+        if not isinstance(text, str):
+            raise ArgumentError(f"Cluster.named({text!r:.60}): give a name, such as 'dgx-h100', or a TOML file")
         if text.endswith(".toml"):
             return Cluster.from_toml(text, hosts)
         name, colon, count = text.partition(":")

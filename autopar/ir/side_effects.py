@@ -5,7 +5,7 @@ into them reach the caller only through its results. Objects that are structure 
 while tracing, instead of at every step. Refused are
 
     a value written into an argument, on which no result depends    -> first_unused
-    an attribute of an object that is set to another value          -> changed_attribute
+    an attribute of an object that is set or deleted                -> changed_attribute
     a value kept in an object that the step reaches otherwise       -> find
 
 A function reaches its closure, its defaults and the globals that its code names; a method its object; a class its
@@ -18,6 +18,7 @@ Changes of objects of Flax NNX reach the caller's objects (`autopar.ir.arguments
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import types
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 from jax.tree_util import tree_leaves_with_path
 
@@ -51,7 +53,7 @@ def snapshot(args: Any) -> ArgumentSnapshot:
     """The arguments to compare with after the step has run."""
     leaves = dict(tree_leaves_with_path(args, is_leaf=is_opaque))
     objects = {path: x for path, x in leaves.items() if not jax_compat.is_tracer(x) and not is_opaque(x)}
-    return ArgumentSnapshot(leaves, {path: dict(getattr(x, "__dict__", {})) for path, x in objects.items()})
+    return ArgumentSnapshot(leaves, {path: _attributes(x) for path, x in objects.items()})
 
 
 def overwritten(before: ArgumentSnapshot, args: Any) -> dict[Any, Any]:
@@ -61,15 +63,24 @@ def overwritten(before: ArgumentSnapshot, args: Any) -> dict[Any, Any]:
 
 
 def changed_attribute(before: ArgumentSnapshot) -> tuple[Any, str] | None:
-    """Path of an object among the arguments and an attribute of it that the step has set to another value; None if
-    none.
+    """Path of an object among the arguments and an attribute of it that the step has set or deleted; None if none.
+
+    A value without tracers that a `functools.cached_property` keeps is the same at every step, and no change.
     """
-    for path, attributes in before.attributes.items():
-        after = vars(before.leaves[path]) if attributes else {}
-        for name, value in attributes.items():
-            if after.get(name) is not value:
+    for path, old in before.attributes.items():
+        new = _attributes(before.leaves[path])
+        for name in {**old, **new}:
+            same = name in old and name in new and old[name] is new[name]
+            if not same and not (name in new and _is_cached(before.leaves[path], name, new[name])):
                 return path, name
     return None
+
+
+def _is_cached(x: Any, name: str, value: Any) -> bool:
+    """Whether it is the value of a `functools.cached_property`, without tracers."""
+    if not isinstance(inspect.getattr_static(type(x), name, None), functools.cached_property):
+        return False
+    return not any(map(jax_compat.is_tracer, jax.tree.leaves(value)))
 
 
 def first_unused(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> Any:
@@ -111,9 +122,9 @@ def _children(x: Any) -> Iterable[Any]:
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, Mapping):
-        return [*x.keys(), *x.values()] if type(x) is dict else _attributes(x)
+        return [*x.keys(), *x.values()] if type(x) is dict else _values(x)
     inside = list(x) if isinstance(x, list | tuple | set | frozenset | deque) else []
-    return [*inside, *_attributes(x)]
+    return [*inside, *_values(x)]
 
 
 def _function_references(x: types.FunctionType) -> list[Any]:
@@ -138,16 +149,32 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _attributes(x: Any) -> list[Any]:
-    """The attributes that an object itself holds, read without running code of its class."""
-    values: list[Any] = []
-    with suppress(AttributeError):
-        values.extend(object.__getattribute__(x, "__dict__").values())
-    slots = [d for kind in type(x).__mro__ for d in vars(kind).values() if isinstance(d, types.MemberDescriptorType)]
-    for slot in slots:
+def _values(x: Any) -> list[Any]:
+    """Values of the attributes that an object itself holds, and of members that C code holds."""
+    members = [d for kind in type(x).__mro__ for d in vars(kind).values() if isinstance(d, types.MemberDescriptorType)]
+    return [*_dict(x).values(), *(value for _, value in _filled(x, members))]
+
+
+def _dict(x: Any) -> Mapping[str, Any]:
+    """The `__dict__` of an object, read without running code of its class; empty if it has none."""
+    try:
+        return object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def _filled(x: Any, members: Iterable[types.MemberDescriptorType]) -> Iterator[tuple[str, Any]]:
+    for member in members:
         with suppress(AttributeError):  # a slot without a value yet
-            values.append(slot.__get__(x))
-    return values
+            yield member.__name__, member.__get__(x)
+
+
+def _attributes(x: Any) -> Mapping[str, Any]:
+    """The attributes of an object that Python code sets: those in its `__dict__` and in `__slots__`."""
+    kinds = [kind for kind in type(x).__mro__ if "__slots__" in vars(kind)]
+    slots = [d for kind in kinds for d in vars(kind).values() if isinstance(d, types.MemberDescriptorType)]
+    attributes = {**dict(_filled(x, slots)), **_dict(x)}
+    return {name: value for name, value in attributes.items() if not name.startswith("__")}
 
 
 def _is_user_code(x: Any) -> bool:

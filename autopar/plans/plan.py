@@ -121,8 +121,10 @@ class Plan(PlanRecord, ShownAsText):
             The explanation, which prints as text.
 
         Raises:
-            ArgumentError: the name matches nothing; the message has the nearest names.
+            ArgumentError: the name matches nothing, and the message has the nearest names; or it is no text.
         """
+        if not isinstance(name, str):
+            raise ArgumentError(f"explain({name!r:.60}): give the name of a value, such as 'params/*' or 'model.py:30'")
         return explain(self, name, self.origin, exact=exact)
 
     def time(self) -> TimeUse:
@@ -176,7 +178,12 @@ class Plan(PlanRecord, ShownAsText):
 
         Args:
             other: a plan, also for another mesh, cluster or number of stages.
+
+        Raises:
+            ArgumentError: `other` is no plan.
         """
+        if not isinstance(other, Plan):
+            raise ArgumentError(f"diff({other!r:.60}): give the other Plan; Plan.load reads one from a file")
         return PlanDiff(self, other)
 
     def what_if(self, **options: Any) -> PlanDiff:

@@ -16,6 +16,7 @@ from autopar import jax_compat
 from autopar.codegen import emit as codegen
 from autopar.errors import ArgumentError
 from autopar.ir import arguments
+from autopar.ir.text.printer import type_text
 from autopar.plans.plan import Plan
 from autopar.runtime.faults.nans import CheckedProgram, check_arguments, is_asked
 from autopar.runtime.faults.watch import patience, warn_if_slow
@@ -39,6 +40,7 @@ class Executable:
     _run: SingleMeshRunner | PipelineRunner
     _watched_as: str = ""  # name of the step in a warning that its first run does not end; empty: no warning
     _debug_nans: bool = False
+    _in_avals: tuple[jax.ShapeDtypeStruct, ...] = ()
     _ran: threading.Event = field(default_factory=threading.Event)
 
     def as_text(self) -> str:
@@ -58,10 +60,31 @@ class Executable:
         return answers if self.plan.pipelined else answers["step"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; arguments are those of the function without the static ones."""
+        """Run the step; arguments are those of the function without the static ones.
+
+        Raises:
+            ArgumentError: the arguments have other shapes or dtypes than those that the step is compiled for.
+            AutoparError: as a call of the parallelized function.
+        """
         with_jit = jax.disable_jit(False) if jax_compat.disables_jit() else nullcontext()
         with with_jit, arguments.as_arrays(args, kwargs) as array_args:
-            return self.run(array_args.leaves)
+            try:
+                return self.run(array_args.leaves)
+            except Exception as error:
+                self._check_types(array_args.leaves, error)
+                raise
+
+    def _check_types(self, leaves: Sequence[Any], cause: Exception) -> None:
+        """ArgumentError if arguments are not what the step is compiled for; `cause`: what their use raised."""
+        paths, advice = self.plan.input_paths, "compile for these arguments, or call the parallelized function"
+        if len(leaves) != len(paths):
+            raise ArgumentError(f"the step is compiled for {len(paths)} arrays, got {len(leaves)}; {advice}") from cause
+        for path, leaf, wanted in zip(paths, leaves, self._in_avals, strict=True):
+            given = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+            if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+                raise ArgumentError(
+                    f"'{path}' is {type_text(given)}, and the step is compiled for {type_text(wanted)}; {advice}"
+                ) from cause
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run the step on flat argument leaves, inside `arguments.as_arrays`, and return the results' tree."""
@@ -138,7 +161,8 @@ class Lowered:
             raise
 
     def _compiled(self, compiler_options: Mapping[str, Any] | None) -> Executable:
-        out_tree, mesh = self._planned.traced.out_tree, self._planned.mesh()
+        traced, mesh = self._planned.traced, self._planned.mesh()
+        out_tree, in_avals = traced.out_tree, traced.in_avals
         platform = mesh.devices.flat[0].platform
         watched_as = f"{self._name} on {mesh.size} CPU devices" if platform == "cpu" and mesh.size > 1 else ""
         run_plan = replace(self.plan, donated=()) if self._debug_nans else self.plan
@@ -146,14 +170,14 @@ class Lowered:
             step = self._planned.build(compiler_options, self._debug_nans)
             weak = tuple(i for i, aval in enumerate(self._planned.traced.out_avals) if aval.weak_type)
             run = PipelineRunner(run_plan, step, step.argument_shardings, weak)
-            return Executable(self.plan, step.programs, out_tree, run, watched_as, self._debug_nans)
+            return Executable(self.plan, step.programs, out_tree, run, watched_as, self._debug_nans, in_avals)
         required = codegen.compiler_options(self.plan, self._planned.traced.graph, platform)
         options = {**required, **(compiler_options or {})}
         compiled = jax_compat.compiled(self.jax_lowered, options)
         graph, microbatches = self._planned.traced.graph, self.plan.num_microbatches
         program = CheckedProgram(compiled, self._jaxpr, graph, microbatches) if self._debug_nans else compiled
         run = SingleMeshRunner(run_plan, program, self._shardings)
-        return Executable(self.plan, {"step": compiled}, out_tree, run, watched_as, self._debug_nans)
+        return Executable(self.plan, {"step": compiled}, out_tree, run, watched_as, self._debug_nans, in_avals)
 
 
 @jax_compat.automatic_axes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -406,3 +407,40 @@ def test_structures_that_check_their_leaves(options: dict[str, Any]) -> None:
     plan = parallel.plan(w, data)
     assert plan.what_if(gap=0.0).after.step_time_s > 0
     assert autopar.check(step, w, data, cluster=dear((2,)), **options).ok
+
+
+# Values of another type
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda plan: plan.explain(3), r"explain\(3\): give the name of a value"),
+        (lambda plan: plan.diff(3), r"diff\(3\): give the other Plan"),
+        (lambda _: Cluster.named(3), r"Cluster.named\(3\): give a name"),
+        (lambda _: autopar.pins.fsdp(3), r"pins.fsdp\(3\): give the name of a mesh axis"),
+        (lambda _: autopar.pins.zero1(()), r"pins.zero1\(\(\)\): give the name"),
+        (lambda _: autopar.pins.megatron(["x", 3]), r"pins.megatron\(\['x', 3\]\): give the name"),
+    ],
+    ids=["explain", "diff", "named", "fsdp", "zero1", "megatron"],
+)
+def test_a_value_of_another_type_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call(autopar.plan(plain, two_layers(), array(16, 8), mesh=(8,)))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_compiled_step_names_what_it_is_not_compiled_for(stages: int) -> None:
+    params, x = two_layers(), array(16, 8)
+    step = parallelize(plain, mesh=(8,), cluster=dear((8,)), stages=stages, donate_argnums=()).compiled(params, x)
+    for other, text in ((x[:8], r"f32\[8,8\]"), (x[:3], r"f32\[3,8\]"), (x.astype(jnp.int32), r"s?i?32\[16,8\]")):
+        with pytest.raises(ArgumentError, match=rf"'x' is {text}, and the step is compiled for f32\[16,8\]; "):
+            step(params, other)
+    with pytest.raises(ArgumentError, match=r"compiled for (\d) arrays, got \d; "):
+        step(params, x, x)
+    assert_equal(step(params, x), jax.jit(plain)(params, x))
+
+
+def test_a_deep_copy_is_the_function_itself() -> None:
+    step = parallelize(plain, mesh=(8,))
+    assert copy.deepcopy({"step": step}) == {"step": step}

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.errors import TraceError
+from autopar.ir.arguments import Static
 from autopar.ir.side_effects import find
+from autopar.ir.trace import trace
 
 KEPT = object()
 HOLDER: dict[str, Any] = {"list": [(1, KEPT)]}
@@ -83,3 +87,79 @@ def test_reachable_values_are_found(root: Any) -> None:
 @pytest.mark.parametrize("root", NOT_FOUND.values(), ids=NOT_FOUND.keys())
 def test_unreachable_values_are_not_found(root: Any) -> None:
     assert find(root, lambda x: x is KEPT) is None
+
+
+class Bare:
+    """An object without attributes of its own."""
+
+    count = 0
+
+
+class WithSlots:
+    __slots__ = ("count", "last")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Lazy:
+    def __init__(self) -> None:
+        self.width = 8
+
+    @functools.cached_property
+    def table(self) -> Any:
+        return np.arange(self.width)
+
+    @functools.cached_property
+    def traced(self) -> Any:
+        return jnp.zeros(self.width)
+
+
+def traced_with(method: Callable[[Any, Any], Any], x: Any) -> None:
+    trace(method, Static(x, by_identity=True), np.ones(8))
+
+
+@pytest.mark.parametrize("kind", [Bare, WithSlots, Lazy])
+@pytest.mark.parametrize("name", ["count", "last"])
+def test_an_attribute_that_is_set_while_it_is_traced(kind: Callable[[], Any], name: str) -> None:
+    def method(self: Any, x: Any) -> Any:
+        setattr(self, name, x if name == "last" else getattr(self, "count", 0) + 1)
+        return 2 * x
+
+    with pytest.raises(TraceError, match=f"method sets the attribute '{name}' of 'self' "):
+        traced_with(method, kind())
+
+
+def test_an_attribute_that_is_deleted_while_it_is_traced() -> None:
+    def method(self: Any, x: Any) -> Any:
+        del self.count
+        return x
+
+    with pytest.raises(TraceError, match="sets the attribute 'count' of 'self'"):
+        traced_with(method, WithSlots())
+
+
+def test_a_cached_property_is_no_change_unless_it_keeps_a_traced_value() -> None:
+    lazy = Lazy()
+    traced_with(lambda self, x: x * self.table, lazy)
+    assert list(lazy.table) == list(range(8))
+
+    def keeps(self: Any, x: Any) -> Any:
+        vars(self)["traced"] = 2 * x
+        return x
+
+    with pytest.raises(TraceError, match="sets the attribute 'traced' of 'self'"):
+        traced_with(keeps, lazy)
+
+
+def test_an_object_that_computes_its_attributes() -> None:
+    traced_with(lambda self, x: 2 * x, Strange(3))
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [jnp.float32, 2 + 3j, Bare, jax.jit(jnp.sin), functools.partial(max, 3), "text"],
+    ids=["type of numpy", "number", "class", "jitted", "partial", "text"],
+)
+def test_what_no_code_of_the_step_sets(leaf: Any) -> None:
+    traced_with(lambda self, x: x * len(getattr(self, "__annotations__", ())), leaf)
