@@ -273,7 +273,7 @@ def _check_agrees(s: Settings, plan: Plan) -> None:
     }
     for name, value in has.items():
         asked = getattr(s, name)
-        if asked not in (getattr(Settings, name, None), value):
+        if asked and asked not in (getattr(Settings, name, None), value):
             of_plan = "" if value is None else f", which has {value!r}"
             raise ArgumentError(
                 f"{name}={asked!r:.60} does not go with plan={of_plan}: a plan is run as it is. Leave {name} out, or "
