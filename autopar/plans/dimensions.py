@@ -20,11 +20,10 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.op_sets import PRODUCTS
 from autopar.passes.microbatch.batch_dimensions import CONSTRAINT, propagated, reshaped
 from autopar.rules import Rule
+from autopar.rules.convolutions import CONVOLUTION
 
 Dimensions = Mapping[int, frozenset[int]]
 """Value -> some of its dimensions."""
-
-CONVOLUTION = "conv_general_dilated"
 
 
 def sequence_dimensions(graph: Graph, rules: Mapping[int, Rule], batch: Dimensions) -> Dimensions:
