@@ -100,7 +100,8 @@ def _split_axes(
     return context.constrain(array.reshape(shape), tuple(dim_of)), tuple(dim_of), new_dims
 
 
-#: Operation -> emits it unreduced along mesh axes (`kept`); all others have no partial results.
+#: Operation -> emits it unreduced along mesh axes (`kept`). `autopar.codegen.shard_mapped` has convolutions; all other
+#: operations have no partial results.
 SPLITS: Mapping[str, Callable[[Context, Op, Sequence[Any], Sequence[int]], Any]] = {
     "dot_general": split_product,
     "reduce_sum": split_sum,

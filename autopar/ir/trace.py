@@ -367,7 +367,8 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         ) from error
     if jax_compat.is_reference(aval):
         raise ArgumentError(f"argument '{path}' is a mutable array {aval.str_short()}; pass its value, ref[...]")
-    if isinstance(leaf, jax.Array) and (narrower := jax_compat.dtype_in_force(aval.dtype)) != aval.dtype:
+    narrower = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
+    if isinstance(leaf, jax.Array) and narrower != aval.dtype:
         raise ArgumentError(
             f"argument '{path}' is {aval.str_short()}, and jax_enable_x64 is off, so that JAX computes in {narrower}; "
             f"pass it as {narrower}, with .astype('{narrower}'), or call under jax.enable_x64(True)"

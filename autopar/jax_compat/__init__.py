@@ -472,15 +472,6 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(None)
 
 
-def dtype_in_force(dtype: Any) -> Any:
-    """The dtype that JAX computes in for arrays of a dtype: without `jax_enable_x64` a narrower one than 64 bits.
-
-    Tried on 0.10.2 and 0.12.0.
-    """
-    config: Any = jax.config
-    return dtype if config.jax_enable_x64 else _NARROWER.get(str(dtype), dtype)
-
-
 def disables_jit() -> bool:
     """JAX's setting `jax_disable_jit`, read as often as a step is called. Tried on 0.10.2 and 0.12.0."""
     return jax_config.disable_jit.value
@@ -501,13 +492,6 @@ def own_source_lines() -> Iterator[None]:
     with jax_config.compilation_cache_include_metadata_in_key(True):
         yield
 
-
-_NARROWER: Mapping[str, str] = {
-    "float64": "float32",
-    "int64": "int32",
-    "uint64": "uint32",
-    "complex128": "complex64",
-}
 
 #: What JAX raises where shardings in types do not fit an operation. Tried on 0.10.2 and 0.12.0.
 SHARDING_TYPE_ERROR: type[Exception] = jax_core.ShardingTypeError

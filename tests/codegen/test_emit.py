@@ -18,31 +18,16 @@ from autopar.api import parallelize
 from autopar.bench.equal.case import dear
 from autopar.codegen import emit as codegen
 from autopar.hardware.meshes import targets
-from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search import planner as planning
 from autopar.passes.remat.options import Options
-from autopar.passes.solver.optimize import Solution
 from autopar.plans.builders.one_mesh import Planned, make_plan
 from tests.programs.real_programs import PROGRAMS
 from tests.programs.steps import array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
 from tests.support.effort import sample
+from tests.support.random_plans import assert_random_plan_equals_jit
 
 # Any plan is a correct program
-
-
-def chosen_at_random(seed: int) -> Any:
-    """An optimizer that takes any strategy for every node."""
-    rng = np.random.default_rng(seed)
-
-    def solve(problem: Problem, *_: Any) -> Solution:
-        options_of = [np.flatnonzero(np.isfinite(node.cost)) for node in problem.nodes]
-        assignment = np.array([rng.choice(options) for options in options_of], int)
-        value = problem.value(assignment)
-        return Solution(assignment, value, 0.0, 1.0, "random", "none", (), {}, 0, 0, 0)
-
-    return solve
 
 
 FUZZED = (
@@ -67,8 +52,7 @@ FUZZED = (
 @pytest.mark.parametrize(("seed", "title"), sample(enumerate(FUZZED), [*enumerate(FUZZED)][::2]))
 def test_any_plan_gives_the_same_numbers(title: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args = dict(PROGRAMS)[title]()
-    monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
-    assert_equal(parallelize(fn, mesh=((2, 4), (2, 2, 2))[seed % 2], donate_argnums=())(*args), jax.jit(fn)(*args))
+    assert_random_plan_equals_jit(monkeypatch, fn, args, seed, mesh=((2, 4), (2, 2, 2))[seed % 2])
 
 
 # What it is compiled with

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,12 @@ from jax import lax
 import autopar
 from autopar.api import parallelize
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search import planner as planning
 from autopar.rules import rules_of
-from tests.codegen.test_emit import chosen_at_random
 from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
-from tests.support.effort import sample
+from tests.support.random_plans import MESHES_AND_SEEDS, assert_random_plan_equals_jit
 
 IMAGES = array(8, 5, 5, 16)
-MESHES = (8,), (2, 4), (2, 2, 2)
 
 
 def convolution(groups: int, numbers: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC")) -> Callable[..., jax.Array]:
@@ -90,17 +86,14 @@ def test_examples_and_groups_may_be_sharded(title: str) -> None:
     assert rule_texts(fn, *args) == expected
 
 
-@pytest.mark.parametrize(
-    ("mesh", "seed"), sample(itertools.product(MESHES, range(8)), [*zip(MESHES, range(3), strict=True)])
-)
+@pytest.mark.parametrize(("mesh", "seed"), MESHES_AND_SEEDS)
 @pytest.mark.core
 @pytest.mark.parametrize("title", CASES)
 def test_any_plan_gives_the_same_numbers(
     title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fn, args, _ = CASES[title]
-    monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
-    assert_equal(parallelize(fn, mesh=mesh, donate_argnums=())(*args), jax.jit(fn)(*args))
+    assert_random_plan_equals_jit(monkeypatch, fn, args, seed, mesh=mesh)
 
 
 # A step
@@ -121,8 +114,7 @@ def test_any_plan_of_a_loop_over_microbatches_gives_the_same_numbers(
     groups: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, args = step_of(groups), (array(3, 3, 16 // groups, 16), array(16, 5, 5, 16))
-    monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
-    assert_equal(parallelize(step, mesh=(2, 4), num_microbatches=2, donate_argnums=())(*args), jax.jit(step)(*args))
+    assert_random_plan_equals_jit(monkeypatch, step, args, seed, mesh=(2, 4), num_microbatches=2)
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,12 +22,10 @@ from autopar.bench.equal.case import dear
 from autopar.cost_models.flops import executed_flops, model_flops
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search import planner as planning
 from autopar.rules import ragged, rules_of
-from tests.codegen.test_emit import chosen_at_random
 from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
-from tests.support.effort import sample
+from tests.support.random_plans import MESHES_AND_SEEDS, assert_random_plan_equals_jit
 
 ROWS, WIDTH, OUT, GROUPS = 32, 16, 8, 4
 SIZES = jnp.array([5, 0, 17, 8], jnp.int32)  # two rows are in no group
@@ -49,7 +46,6 @@ def general(contracted: Any, batch: Any, rows: int, groups: tuple[int, ...]) -> 
     return partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
 
 
-MESHES = (8,), (2, 4), (2, 2, 2)
 MATRICES = array(GROUPS, WIDTH, OUT)
 
 #: title -> function, arguments, the rules of its products
@@ -113,17 +109,14 @@ def test_the_groups_of_a_block(sizes: list[int], dtype: str) -> None:
         np.testing.assert_array_equal(got, np.bincount(rows, minlength=len(sizes)))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "seed"), sample(itertools.product(MESHES, range(8)), [*zip(MESHES, range(3), strict=True)])
-)
+@pytest.mark.parametrize(("mesh", "seed"), MESHES_AND_SEEDS)
 @pytest.mark.core
 @pytest.mark.parametrize("title", CASES)
 def test_any_plan_gives_the_same_numbers(
     title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fn, args, _ = CASES[title]
-    monkeypatch.setattr(planning.memory_policy, "solve", chosen_at_random(seed))
-    assert_equal(parallelize(fn, mesh=mesh, donate_argnums=())(*args), jax.jit(fn)(*args))
+    assert_random_plan_equals_jit(monkeypatch, fn, args, seed, mesh=mesh)
 
 
 def by_a_rule(text: str) -> None:
