@@ -139,6 +139,11 @@ class Op:
                 yield from op.walk()
 
     @property
+    def is_differentiated(self) -> bool:
+        """True if JAX differentiates it, or made it by differentiation."""
+        return self.phase == "backward" or "jvp(" in str(self.name_stack)
+
+    @property
     def params(self) -> Mapping[str, Any]:
         """The primitive's parameters."""
         return self.equation.params

@@ -32,8 +32,9 @@ learning batch size under memory limited setup", 2021). The first loop then comp
 repeats the operations of the first that it needs. Batch norm would need two more loops per layer and is refused. With
 `per_microbatch`, a total that is read inside the loop is estimated from the microbatch itself: m times its own sum, or
 its own maximum                                                                         -> _may_use_own_totals
-Frameworks that accumulate gradients treat batch statistics in this way. Results outside the loop still get totals over
-all microbatches: running means are those of the whole batch, running variances average those within microbatches.
+Frameworks that accumulate gradients treat batch statistics in this way. Derivatives that depend on such an estimate
+are means over microbatches (see `autopar.passes.microbatch.programs`). What is not differentiated still gets totals
+over all microbatches: running means are those of the whole batch, running variances average those within microbatches.
 
 The operations of each program: `autopar.passes.microbatch.programs`.
 """

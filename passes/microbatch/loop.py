@@ -143,7 +143,8 @@ class StepPrograms:
             lead: extents of additional leading dimensions, along which sums stay unreduced.
         """
         aval = self.avals[total.value]
-        return _ACCUMULATORS[total.combine]((*lead, *aval.shape), aval.dtype, self.split.states[total.value])
+        factories = {**_ACCUMULATORS, "mean": partial(_mean_accumulator, self.split.count)}
+        return factories[total.combine]((*lead, *aval.shape), aval.dtype, self.split.states[total.value])
 
     @cached_property
     def avals(self) -> Mapping[int, Any]:
@@ -255,6 +256,12 @@ def _sum_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumu
     wide = part_dtype(dtype, SUM)
     zero = partial(jnp.zeros, shape, wide)
     return Accumulator(zero, lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
+
+
+def _mean_accumulator(count: int, shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+    """Means over `count` microbatches, in at least float32."""
+    total = _sum_accumulator(shape, dtype, state)
+    return replace(total, finish=lambda c, _: (c / np.asarray(count, c.dtype)).astype(dtype))
 
 
 def _fold_accumulator(combine: Callable[[Any, Any], Any], identity: Callable[[Any], Any]) -> _AccumulatorFactory:

@@ -13,22 +13,31 @@ Operations whose results loops only read in blocks then move into the loops (`sl
                                                                                              -> _push_slices
 Operations whose results no loop reads move from before the loops to the end, so that their results are not live during
 the loops                                                                                    -> _defer_prologue
+
+Where the loop estimates totals from the microbatch (`per_microbatch`), microbatch k computes a loss f_k of its own, and
+the gradient is that of mean_k f_k. A derivative that depends on such a total is therefore a mean over the microbatches
+                                                                                             -> _averaged
+
+    y_i = h_i + mean_j(h_j) W      dL/dW = mean_k t_k c_k      t_k, c_k: the total and its cotangent in microbatch k
+
+and not the product of the mean of t and the mean of c.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.op_sets import BROADCASTS, REORDERINGS, RESHAPES
 from autopar.passes.microbatch.regions import FlattenedOps, narrow_scan
 from autopar.passes.microbatch.rules.types import RuleResult
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
 from autopar.passes.microbatch.states import Partial, ReductionKind, Split, State
 
-Combine = Literal[ReductionKind, "concatenate", "last"]
+Combine = Literal[ReductionKind, "mean", "concatenate", "last"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,11 +126,13 @@ class _Liveness:
     Attributes:
         needed: whole values that a later program or the results read; grows.
         taken: indices of operations that are in a program outside of loops already.
+        averaged: values after the loop that are means over microbatches.
     """
 
     analysis: Analysis
     needed: set[int]
     taken: set[int] = field(default_factory=set)
+    averaged: Set[int] = frozenset()
 
     def outside(self, segments: Sequence[int]) -> list[PlacedOp]:
         """Operations of these segments that are needed and not taken yet, in program order."""
@@ -130,7 +141,7 @@ class _Liveness:
             segment, placed = self.analysis.places[op.index]
             if op.index in self.taken or segment not in segments:
                 continue
-            if op.equation.effects or not self.needed.isdisjoint(op.outputs):
+            if op.equation.effects or not (self.needed - self.averaged).isdisjoint(op.outputs):
                 self.taken.add(op.index)
                 placed_ops.append(placed)
                 self.needed.update(a for a in op.inputs if isinstance(a, int))
@@ -139,7 +150,8 @@ class _Liveness:
     def totals(self, segments: Sequence[int]) -> list[int]:
         """Values of loops at these segments that are needed whole."""
         values, whole = self.analysis.values, self.analysis.whole
-        return [v for v in sorted(self.needed) if values[v][1] in segments and v not in whole]
+        means = self.needed & self.averaged
+        return [v for v in sorted(self.needed) if (values[v][1] in segments and v not in whole) or v in means]
 
     def loop(self, last: int, wanted: Iterable[int]) -> list[PlacedOp]:
         """The body of a loop that computes `wanted`, with the operations of earlier loops that it repeats."""
@@ -178,7 +190,7 @@ def _by_segment(analysis: Analysis) -> tuple[tuple[PlacedOp, ...], tuple[Accumul
     """The prologue and the loops, every operation in the program of its segment."""
     results = {v for v in analysis.flat.outputs if isinstance(v, int)}
     if all(segment <= 2 for _, segment in analysis.values.values()):
-        liveness = _Liveness(analysis, results)
+        liveness = _Liveness(analysis, results, averaged=_averaged(analysis))
         after = liveness.outside((2,))
         loop = _accumulation_loop(analysis, liveness, 1, (1,), after)
         return tuple(liveness.before()), (loop,)
@@ -209,15 +221,50 @@ def _accumulation_loop(
 ) -> AccumulationLoop:
     values = liveness.totals(segments)
     loop = liveness.loop(last, values)
-    return AccumulationLoop(
-        tuple(loop), tuple(AccumulatedValue(v, _combine(analysis.values[v][0])) for v in values), tuple(after)
-    )
+    means = [AccumulatedValue(v, "mean") for v in values if v in liveness.averaged]
+    totals = [AccumulatedValue(v, _combine(analysis.values[v][0])) for v in values if v not in liveness.averaged]
+    return AccumulationLoop(tuple(loop), tuple(sorted((*means, *totals))), tuple(after))
+
+
+def _averaged(analysis: Analysis) -> frozenset[int]:
+    """Derivatives, and differentiated values, after the loop that depend on totals that the loop estimates.
+
+    Running statistics, metrics and the update are not differentiated: they are computed from totals of the batch.
+    Integers have no mean, and what needs blocks of the whole batch cannot run in the loop.
+    """
+    producers = {v: op for op in analysis.flat.ops for v in op.outputs}
+    placed = [analysis.places[op.index] for op in analysis.flat.ops]
+    stack = [p.op.inputs[i] for segment, p in placed if segment == 1 for i in sorted(p.own_totals)]
+    estimated: set[Atom] = set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, int) and value not in estimated and analysis.values[value][1] > 0:
+            estimated.add(value)
+            if analysis.values[value][1] == 2:
+                stack.extend(producers[value].inputs)
+    averaged: set[int] = set()
+    of_whole_batch: set[Atom] = set()
+    for op in analysis.flat.ops if estimated else ():
+        if analysis.places[op.index][0] != 2:
+            continue
+        split = any(isinstance(a, int) and isinstance(analysis.values[a][0], Split) for a in op.inputs)
+        if split or not of_whole_batch.isdisjoint(op.inputs):
+            of_whole_batch.update(op.outputs)
+        elif not estimated.isdisjoint(op.inputs) and not op.equation.effects:
+            estimated.update(op.outputs)
+            floating = all(_FLOATING.match(analysis.graph.types[v].dtype) for v in op.outputs)
+            averaged.update(op.outputs if floating and op.is_differentiated else ())
+    return frozenset(averaged)
 
 
 def _combine(state: State) -> Combine:
     if isinstance(state, Partial):
         return state.kind
     return "concatenate" if isinstance(state, Split) else "last"
+
+
+#: Names of dtypes whose values have means.
+_FLOATING = re.compile("b?float|complex")
 
 
 def _push_slices(analysis: Analysis, prologue: Sequence[PlacedOp], loops: Sequence[AccumulationLoop]) -> LoopPrograms:
