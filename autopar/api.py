@@ -92,7 +92,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             than recomputation. Requires memory of the kind `pinned_host`, and `host_bandwidth` and `host_memory_bytes`.
         num_microbatches: parts of the batch, computed one after the other, with gradients and metrics accumulated to
             those of the whole batch (GPipe, Huang et al., 2019). `MicrobatchError` if examples depend on each other.
-            "auto": 1; with `stages` two per stage, or the next number that divides the batch, or 1 if they depend.
+            "auto": 1, or the fewest of 2, 4, 8 and 16 with which a plan fits into memory; with `stages` two per stage,
+            or the next number that divides the batch, or 1 if they depend.
         stages: pipeline stages: runs of layers with about equal FLOPs, each on a submesh, which is a range of the
             devices or a slice of `mesh` along its first axis. "search": stages, submeshes, microbatches, schedule and
             recomputation are optimized together (Alpa, Zheng et al., 2022, section 5); the result may be one stage.

@@ -1,15 +1,21 @@
-"""Plans on one mesh: of all candidates, with the number of microbatches that the settings give."""
+"""Plans on one mesh: of all candidates, with the number of microbatches that the settings give.
+
+Where they give none, that is one microbatch; if no plan fits so, the fewest with which one does     -> few_microbatches
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from autopar import argnums
 from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
 from autopar.compile.call import Call, absolute_budget, default_time_limit, offload_option, wanted_mesh, warn
+from autopar.errors import AutoparError, MemoryBudgetError
 from autopar.explain.surroundings import described
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
@@ -29,9 +35,26 @@ from autopar.runtime.planned_step import PlannedStep
 SPLIT_CACHE_SIZE = 4
 
 
+@dataclass(frozen=True, slots=True)
+class OneMeshEffort:
+    """How many microbatches are tried."""
+
+    # most microbatches with which a step is planned on one mesh that does not fit with fewer, or beside a pipeline
+    # (each doubling costs the bound of one mesh; an 8B transformer on 32 devices of TPU v5e fits with 2)
+    most: int = 16
+
+
+ONE_MESH = OneMeshEffort()
+
+
 def plan_one_mesh(call: Call, s: Settings) -> PlannedStep:
     """The plan with the shortest step among the candidate meshes; prints its warnings."""
-    best = try_one_mesh(call, s)
+    try:
+        best = few_microbatches(call, s, try_one_mesh(call, s), {1})
+    except MemoryBudgetError:
+        best = few_microbatches(call, s, None, {1})
+        if best is None:
+            raise
     assert best is not None
     for warning in best.warnings:
         warn(f"{name_of(call.fn)}: {warning}")
@@ -41,6 +64,51 @@ def plan_one_mesh(call: Call, s: Settings) -> PlannedStep:
 def try_one_mesh(call: Call, s: Settings, cutoff: float = math.inf) -> PlannedStep | None:
     """The plan with the shortest step among the candidate meshes; None if it takes `cutoff` (s) or longer. Silent."""
     return OneMeshPlanner(call, s).plan(cutoff)
+
+
+def few_microbatches(
+    call: Call, s: Settings, best: PlannedStep | None, tried: Collection[int | str]
+) -> PlannedStep | None:
+    """The better of a plan and the plan on one mesh with the fewest microbatches that fits.
+
+    Other numbers of microbatches are tried if the settings leave the number open, and the plan is a pipeline or does
+    not fit. A pipeline is found with costs of each layer by itself; one mesh may take less.
+
+    Args:
+        call: the step.
+        s: the settings.
+        best: the plan so far, if any.
+        tried: numbers of microbatches with which one mesh is planned already.
+    """
+    if s.num_microbatches != "auto" or s.memory_budget == "min":
+        return best
+    if best is not None and fits(best, s) and not best.plan.pipelined:
+        return best
+    for count in (2**n for n in range(ONE_MESH.most.bit_length()) if 2**n not in tried):
+        with contextlib.suppress(AutoparError):  # the batch may not divide, and the step not split
+            planner = OneMeshPlanner(call, replace(s, num_microbatches=count))
+            if best is None or not fits(best, s):
+                found = planner.plan()
+                if found is not None and fits(found, s):
+                    return found
+            elif math.isfinite(expected := planner.expected()[0]):
+                limit = best.plan.step_time_s
+                return faster(best, planner.plan(limit) if expected < limit else None, s)
+    return best
+
+
+def faster(first: PlannedStep, second: PlannedStep | None, s: Settings) -> PlannedStep:
+    """The faster of two plans that fit, or the one that fits; the second if neither does."""
+    if second is None:
+        return first
+    if fits(first, s) and fits(second, s):
+        return min(first, second, key=lambda step: step.plan.step_time_s)
+    return first if fits(first, s) else second
+
+
+def fits(step: PlannedStep, s: Settings) -> bool:
+    """Whether the peak memory of every device is within the budget."""
+    return memory_policy.fits(step.plan.peak_memory_bytes, step.target.logical, s.memory_budget)
 
 
 class OneMeshPlanner:

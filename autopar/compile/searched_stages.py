@@ -4,6 +4,7 @@ one mesh, one microbatch     quickly forecast, where the step may fit; few pipel
 stages                       searched below that forecast, and planned as a whole
 one mesh                     with the numbers of microbatches that the search leaves                -> _best_on_one_mesh
 once more without a limit    if the plan takes longer than its forecast
+one mesh                     with few microbatches, if a pipeline is best or no plan fits            -> few_microbatches
 a bound on all of these      the plan's gap
 """
 
@@ -18,7 +19,7 @@ from functools import partial
 
 from autopar import argnums
 from autopar.compile.call import Call, warn
-from autopar.compile.one_mesh import OneMeshPlanner, try_one_mesh
+from autopar.compile.one_mesh import OneMeshPlanner, faster, few_microbatches, fits, try_one_mesh
 from autopar.compile.stages import pipeline_options, plan_stages, stage_options
 from autopar.errors import AutoparError, PlanMismatchError, ScheduleError
 from autopar.hardware import meshes
@@ -29,7 +30,7 @@ from autopar.ir.trace import Traced
 from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.pipelines import Pipelined
-from autopar.passes.remat import choose_offload, memory_policy
+from autopar.passes.remat import choose_offload
 from autopar.plans import cache as plan_cache
 from autopar.plans.builders import pipeline as pipeline_plan
 from autopar.plans.plan import Plan
@@ -133,7 +134,7 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
         if stages is not None:
             staged = plan_stages(call, s, *stages, phases)
             phases = dict(staged.plan.phases)
-            best = staged if best is None else _faster(staged, best, s)
+            best = staged if best is None else faster(staged, best, s)
         if best is None or s.schedule == "auto":
             counts = (1,) if as_written else _microbatch_counts(s, choice, call.traced.graph, cluster)
             counts = counts if best is not None else counts or (s.num_microbatches,)
@@ -143,15 +144,17 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
                 if as_written or math.isinf(limit):
                     raise
                 continue
-            tried.update(counts)
-        if as_written or (_fits(best, s) and best.plan.step_time_s < limit):
+            tried.update(1 if n == "auto" else n for n in counts)
+        if as_written or (fits(best, s) and best.plan.step_time_s < limit):
             break  # otherwise the plan is slower than its forecast, and the search left out pipelines above the limit
+    if s.schedule == "auto":
+        best = few_microbatches(call, s, best, tried)
     assert best is not None
-    if isinstance(s.memory_budget, float) and not _fits(best, s):
+    if isinstance(s.memory_budget, float) and not fits(best, s):
         raise budget_error(best.plan, call.traced.graph, s.memory_budget)
     phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
     plan = replace(best.plan, phases=phases)
-    if step is not None and search is not None and plan.pipelined and _fits(best, s):
+    if step is not None and search is not None and plan.pipelined and fits(best, s):
         call.report("bounding the step of every pipeline")
         bounding = time.perf_counter()
         plan = pipeline_plan.bounded_by(plan, pipelines.least_seconds(step, search, plan.step_time_s))
@@ -246,28 +249,14 @@ def _best_on_one_mesh(
     errors, best = list[AutoparError](), staged
     for plan in planners:
         try:
-            one_mesh = plan(best.plan.step_time_s if best is not None and _fits(best, s) else math.inf)
+            one_mesh = plan(best.plan.step_time_s if best is not None and fits(best, s) else math.inf)
         except AutoparError as error:
             errors.append(error)
         else:
-            best = one_mesh if best is None else _faster(best, one_mesh, s)
+            best = one_mesh if best is None else faster(best, one_mesh, s)
     if best is None:
         raise errors[0]
     return best
-
-
-def _faster(first: PlannedStep, second: PlannedStep | None, s: Settings) -> PlannedStep:
-    """The faster of two plans that fit, or the one that fits; the second if neither does."""
-    if second is None:
-        return first
-    if _fits(first, s) and _fits(second, s):
-        return min(first, second, key=lambda step: step.plan.step_time_s)
-    return first if _fits(first, s) else second
-
-
-def _fits(step: PlannedStep, s: Settings) -> bool:
-    """Whether the peak memory of every device is within the budget."""
-    return memory_policy.fits(step.plan.peak_memory_bytes, step.target.logical, s.memory_budget)
 
 
 #: Settings that the search for a pipeline depends on, besides those in `Options`.

@@ -111,7 +111,7 @@ def _ascend(state: SearchState, presolved: PresolvedProblem, pool: Pool, start: 
     """A dual ascent to a quarter of the target gap, which leaves the rest of the target to later steps."""
     objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
     messages = Messages(presolved.constrained, presolved.counts)
-    return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline)
+    return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.until)
 
 
 def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:

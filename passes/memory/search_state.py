@@ -64,6 +64,7 @@ class SearchState:
         budget: limit on the peak (bytes).
         target: relative gap at which the search ends.
         deadline: time at which the search ends, on the clock of `time.monotonic()`.
+        first_deadline: time at which it ends while no plan that fits is known, if that is later.
         rows: the memory rows added so far, one per program point.
         plan: the incumbent, that is the best plan found that fits: strategy per node, shape (nodes,); or None.
         seconds: cost of the incumbent, inf without one. A search for plans below a cutoff starts at the cutoff.
@@ -71,7 +72,6 @@ class SearchState:
         lower: lower bound (s) on the cost of every plan that fits.
         multipliers: name of a row -> multiplier (s/byte), positive ones only, at which `lower` was reached.
         start_plans: plans from which the pools of plans start.
-        patience: seconds that the search for a first plan that fits may take, even beyond the deadline.
         accepted: plans that end the search.
         fold: share decisions among equal layers.
         full: eliminate dominated strategies as well, not only infeasible ones.
@@ -83,6 +83,7 @@ class SearchState:
     budget: float
     target: float
     deadline: float
+    first_deadline: float = -np.inf
     rows: list[Row] = field(default_factory=list)
     plan: Ints | None = None
     seconds: float = np.inf
@@ -90,7 +91,6 @@ class SearchState:
     lower: float = -np.inf
     multipliers: dict[str, float] = field(default_factory=dict)
     start_plans: list[Ints] = field(default_factory=list)
-    patience: float = 0.0
     accepted: Acceptance = NONE_ACCEPTED
     fold: bool = True
     full: bool = True
@@ -156,9 +156,14 @@ class SearchState:
     @property
     def late(self) -> bool:
         """Whether the deadline has passed."""
-        return time.monotonic() > self.deadline
+        return time.monotonic() > self.until
+
+    @property
+    def until(self) -> float:
+        """The deadline that holds now."""
+        return self.deadline if np.isfinite(self.seconds) else max(self.deadline, self.first_deadline)
 
     @property
     def left(self) -> float:
         """Seconds until the deadline, 0 after it."""
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.until - time.monotonic())

@@ -6,8 +6,8 @@
                                                                                                     -> MeshSearch.bound
     plan     the meshes in the order of these plans' step times. A mesh is pruned if its bound, plus a surcharge, is
              within the tolerance of the best plan that fits. The surcharge is the time of the rematerialisation that
-             plans need to fit; it is taken from the first mesh pruned for it. After the time limit no other mesh is
-             planned, if there is a plan that fits                                                   -> MeshSearch.best
+             plans need to fit; it is taken from the first mesh pruned for it. A mesh has half of the time left while
+             others wait. After the time limit no other mesh is planned, if there is a plan that fits -> MeshSearch.best
 
 The gap is relative to the bounds of all candidates, not only to that of the mesh chosen:
 
@@ -31,6 +31,7 @@ from autopar.errors import MemoryBudgetError, PinError
 from autopar.hardware.meshes import Target
 from autopar.ir import text
 from autopar.ir.trace import Traced
+from autopar.passes.memory.budget import FITTING
 from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
 from autopar.passes.remat import memory_policy
 from autopar.passes.remat.options import Options
@@ -144,12 +145,16 @@ class MeshSearch:
         if len(self._candidates) > 1 and not isinstance(self._options.memory_budget, str):
             self.bound(cutoff)
         deadline = self._begin()
+        first_deadline = time.monotonic() + FITTING
         waiting = sorted(self._candidates, key=lambda candidate: (candidate.seconds, candidate.lower))
         while waiting:
             if best.fits and time.monotonic() > deadline:
                 best.lower = min(best.lower, *(candidate.lower for candidate in waiting))
                 break
             candidate = waiting.pop(0)
+            candidate.planner.options = replace(
+                candidate.planner.options, deadline=_share(deadline, len(waiting)), first_deadline=first_deadline
+            )
             self._report(f"planning mesh {candidate.title}{best.summary()}")
             try:
                 mesh_solution = self._planned(candidate, best)
@@ -193,6 +198,12 @@ class MeshSearch:
         for candidate in self._candidates:
             candidate.planner.options = replace(candidate.planner.options, deadline=deadline)
         return deadline
+
+
+def _share(deadline: float, waiting: int) -> float:
+    """The deadline of one mesh: half of the time left while others wait."""
+    left = deadline - time.monotonic()
+    return deadline - left / 2 if waiting and left > 0 else deadline
 
 
 def _bounded(planner: Planner, cutoff: float) -> tuple[Solution | None, Mapping[str, float]]:

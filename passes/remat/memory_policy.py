@@ -47,7 +47,8 @@ MIN_SECONDS = 1e-3
 class SolverOptions:
     """Options of the solver; see `autopar.passes.solver.optimize.optimize`.
 
-    `time_limit` (s) applies to one problem, `deadline` (`time.monotonic()`) to all problems of one call.
+    `time_limit` (s) applies to one problem, `deadline` (`time.monotonic()`) to all problems of one call. While no plan
+    that fits is known, `first_deadline` takes its place if that is later.
     """
 
     solver: str = "auto"
@@ -56,6 +57,12 @@ class SolverOptions:
     presolve: bool = True
     gap: float = GAP
     deadline: float = math.inf
+    first_deadline: float = -math.inf
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a search may take while no plan that fits is known."""
+        return max(self.first_deadline - time.monotonic(), 0.0)
 
     @property
     def seconds(self) -> float:
@@ -171,7 +178,11 @@ def _within_device(
     if lower_bound <= usable:
         try:
             keywords = options.keywords()
-            return optimize_within(problem, source, usable, free=unconstrained, cutoff=cutoff, patience=0.0, **keywords)
+            # with a cutoff a plan that fits is known
+            patience = 0.0 if math.isfinite(cutoff) else options.patience
+            return optimize_within(
+                problem, source, usable, free=unconstrained, cutoff=cutoff, patience=patience, **keywords
+            )
         except Infeasible as infeasible:
             lower_bound = infeasible.least.lower_bytes
     warning = (

@@ -330,7 +330,36 @@ def test_a_plan_says_what_it_recomputes_and_keeps_it_on_disk(tmp_path: Path) -> 
 
 def test_no_plan_of_the_program_as_written_fits() -> None:
     with pytest.raises(MemoryBudgetError, match="no plan fits"):
-        planned(True, memory_budget=tight(True)[0], remat="none")
+        planned(True, memory_budget=tight(True)[0], remat="none", num_microbatches=1)
+
+
+def with_memory(usable: float) -> Cluster:
+    """The cluster, with devices of which plans may use so many bytes."""
+    memory = usable / (1 - memory_policy.MARGIN)
+    return dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_bytes=memory))
+
+
+def test_a_step_that_fits_in_no_other_way_has_the_fewest_microbatches_that_fit() -> None:
+    budget = tight(True)[0]
+    plan = planned(True, memory_budget=budget, remat="none")
+    count = plan.num_microbatches
+    assert count > 1
+    assert peak(plan) <= budget
+    with pytest.raises(MemoryBudgetError, match="no plan fits"):
+        planned(True, memory_budget=budget, remat="none", num_microbatches=count // 2)
+    step = model(True)
+    small = autopar.plan(step.step, *step.abstract_args(), mesh=(8,), cluster=with_memory(budget), remat="none")
+    assert small.num_microbatches == count
+    assert peak(small) <= budget
+
+
+def test_a_plan_that_fits_is_found_after_the_time_limit() -> None:
+    budget = (peak(planned(False)) + tight(False)[0]) / 2
+    assert peak(planned(False)) > budget
+    step, args = model(False).step, model(False).abstract_args()
+    with pytest.warns(AutoparWarning, match="the time limit was reached"):
+        plan = autopar.plan(step, *args, mesh=(2, 4), cluster=with_memory(budget), num_microbatches=1, time_limit=1e-3)
+    assert peak(plan) <= budget
 
 
 def test_if_no_plan_can_fit_only_the_closest_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +377,9 @@ def test_if_no_plan_can_fit_only_the_closest_is_planned(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory_policy, "optimize", counted(optimize))
     step, small = model(False), Cluster.custom((2, 4), 1e-6, 1e-10, 1e12, 1e11, 100_000)
     with pytest.warns(AutoparWarning, match="no layouts of it need less than"):
-        plan = autopar.plan(step.step, *step.abstract_args(), mesh=(2, 4), cluster=small, offload="none")
+        plan = autopar.plan(
+            step.step, *step.abstract_args(), mesh=(2, 4), cluster=small, offload="none", num_microbatches=1
+        )
     assert set(plan.remat) == {"none", "full"}
     assert len(solved) == 2
     assert peak(plan) < peak(planned(False))
