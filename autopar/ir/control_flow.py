@@ -67,20 +67,31 @@ def num_carries(op: Op) -> int:
 
 
 def sums(graph: Graph, op: Op) -> Iterator[tuple[int, tuple[Op, ...]]]:
-    """Carries of a scan that start from zero and are only added to: position, and the additions of one iteration."""
+    """Carries of a scan that start from zero and are only added to: position, and the additions of one iteration.
+
+    They may be converted to their own dtype as well: so JAX makes a weak type a strong one.
+    """
     constants, carries = jax_compat.scan_counts(op.params)
     (body,) = op.regions
     for k in range(carries):
         value, additions = body.inputs[constants + k], list[Op]()
-        while len(uses := graph.uses_of(value)) == 1 and uses[0].op is not None and uses[0].op.name in ADDITIONS:
-            additions.append(uses[0].op)
-            value = additions[-1].outputs[0]
+        while len(uses := graph.uses_of(value)) == 1 and (reader := uses[0].op) is not None:
+            if reader.name in ADDITIONS:
+                additions.append(reader)
+            elif not keeps_value(graph, reader):
+                break
+            value = reader.outputs[0]
         if additions and value == body.outputs[k] and len(uses) == 1 and graph.is_zero(op.inputs[constants + k]):
             yield k, tuple(additions)
 
 
-def scan(op: Op, operands: Sequence[Any], body: BodyFunction) -> list[Any]:
-    """Results of a scan: carries, then stacked results."""
+def keeps_value(graph: Graph, op: Op) -> bool:
+    """Whether an operation converts its operand to the operand's own dtype."""
+    return op.name == "convert_element_type" and graph.types[op.outputs[0]] == graph.type_of(op.inputs[0])
+
+
+def scan(op: Op, operands: Sequence[Any], body: BodyFunction, length: int | None = None) -> list[Any]:
+    """Results of a scan: carries, then stacked results; `length`: iterations, if other than those of `op`."""
     constants, carries = jax_compat.scan_counts(op.params)
     constant_operands = operands[:constants]
 
@@ -89,8 +100,8 @@ def scan(op: Op, operands: Sequence[Any], body: BodyFunction) -> list[Any]:
         return tuple(results[:carries]), tuple(results[carries:])
 
     start, stacks = tuple(operands[constants:][:carries]), tuple(operands[constants + carries :])
-    how = {name: op.params[name] for name in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(iteration, start, stacks, **how)
+    how = {name: op.params[name] for name in ("reverse", "unroll")}
+    carry, stacked = jax.lax.scan(iteration, start, stacks, op.params["length"] if length is None else length, **how)
     return [*carry, *stacked]
 
 

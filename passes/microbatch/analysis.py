@@ -13,7 +13,8 @@ An operation is placed in the first segment where its operands are known and it 
     all operands invariant                    where they are known, on whole values
     some operand split                        in a loop, on blocks, by the table of rules             -> _in_loop
     some operand a partial sum                it needs the total: after the loop. Two gradients whose only use is their
-                                              sum are added inside the loop                -> _shares_accumulator
+                                              sum are added inside the loop, and a scan of blocks carries
+                                              a part on                                        -> _adds_parts
     no rule, and operands that are cheap      before the loops, on the whole batch: the count of a mask
                                                                                                   -> _before_loop
     otherwise                                 after the loop, on blocks joined into whole values   -> _after_loop
@@ -389,7 +390,7 @@ class _Analyzer:
         uses = [self.use(a) for a in op.inputs]
         if self._reads_counts(op) and (placed := self._in_loop(op, uses)) is not None:
             return placed
-        if any(isinstance(v.state, Partial) for v in uses) and not self._shares_accumulator(op, uses):
+        if any(isinstance(v.state, Partial) for v in uses) and not self._adds_parts(op, uses):
             op = self._read_originals(op, uses)
             uses = [
                 self._total_of(op, a, v) if isinstance(v.state, Partial) else v
@@ -417,6 +418,19 @@ class _Analyzer:
 
         inputs = tuple(map(original, op.inputs, uses))
         return op if inputs == op.inputs else replace(op, inputs=inputs)
+
+    def _adds_parts(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
+        """True for an operation that reads parts of a total and not the total."""
+        return self._shares_accumulator(op, uses) or self._carries_on(op, uses)
+
+    def _carries_on(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
+        """True for a scan over examples whose carry begins with the part of a scan before it, and stays a part.
+
+        Layers that are divided into several scans carry an auxiliary loss on so.
+        """
+        states = tuple([v.state for v in uses])
+        reads_blocks = op.name == "scan" and any(isinstance(s, Split) for s in states)
+        return reads_blocks and not op.equation.effects and self._rule_result(op, states) is not None
 
     def _shares_accumulator(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
         """True for the sum of two partial sums that nothing else reads: one accumulator suffices for both."""
@@ -564,7 +578,8 @@ def _reasons(analyzer: _Analyzer, displaced: Mapping[int, float]) -> tuple[Reaso
         root = _whole_batch_reader(analyzer, by_index[index])
         flops_of[root] = flops_of.get(root, 0.0) + flops
     order = sorted((root for root in flops_of if flops_of[root]), key=lambda root: (-flops_of[root], root))
-    return tuple(Reason(by_index[r], *_source(analyzer, by_index[r]), flops_of[r]) for r in order)
+    sources = [(by_index[r], _source(analyzer, by_index[r]), flops_of[r]) for r in order]
+    return tuple(Reason(op if source.is_total else source.op, source.op, source.why, n) for op, source, n in sources)
 
 
 def _source(analyzer: _Analyzer, op: Op) -> Blocking:
@@ -588,4 +603,4 @@ def _source(analyzer: _Analyzer, op: Op) -> Blocking:
         states = tuple(analyzer.use(x).state for x in op.inputs)
         return blocking_op(analyzer.graph, op, states, analyzer.count)
     summed = [o for o in blocked if any(isinstance(analyzer.values[v][0], Partial) for v in o.outputs)]
-    return Blocking(min(summed or blocked, key=lambda o: (o.phase != "forward", o.index)))
+    return Blocking(min(summed or blocked, key=lambda o: (o.phase != "forward", o.index)), is_total=True)

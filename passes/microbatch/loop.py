@@ -400,7 +400,8 @@ class _Emitter:
             elif result is None:
                 results = jax_compat.bind(op.equation, operands)
             elif result.body is not None:
-                results = _REGION_EMITTERS[op.name](self, op, result.body, operands)
+                bound = _REGION_EMITTERS[op.name](self, op, result, operands)
+                results = in_states(bound, result.results)
             elif result.result_block is not None:
                 results = [
                     _BLOCK_EMITTERS.get(op.name, _slice_of_whole)(
@@ -473,25 +474,27 @@ class _Emitter:
     def _body_function(self, body: BlockBody) -> control_flow.BodyFunction:
         return lambda arrays: self._run_body(body, arrays)
 
-    def scan(self, op: Op, body: BlockBody, operands: Sequence[Any]) -> list[Any]:
-        return control_flow.scan(op, in_states(operands, body.input_states), self._body_function(body))
+    def scan(self, op: Op, result: RuleResult, operands: Sequence[Any]) -> list[Any]:
+        body, length = result.body, result.params.get("length", op.params["length"])
+        return control_flow.scan(op, in_states(operands, body.input_states), self._body_function(body), length)
 
     def _scan_whole(self, op: Op, operands: Sequence[Any]) -> list[Any]:
         """A scan of whole values, by its region: rematerialisation rewrites that, and not JAX's equation."""
         invariant = [INVARIANT] * len(op.regions[0].inputs)
         body = analyse_region(self.graph, op.regions[0], invariant, self.count)
         assert isinstance(body, BlockBody), "an operation on whole values runs on whole values"
-        return self.scan(op, body, operands)
+        return self.scan(op, RuleResult((), body=body), operands)
 
-    def while_loop(self, op: Op, bodies: tuple[BlockBody, BlockBody], operands: Sequence[Any]) -> list[Any]:
+    def while_loop(self, op: Op, result: RuleResult, operands: Sequence[Any]) -> list[Any]:
+        bodies: tuple[BlockBody, BlockBody] = result.body
         first = op.params["cond_nconsts"]
         operands = [*operands[:first], *in_states(operands[first:], bodies[1].input_states)]
         test, body = map(self._body_function, bodies)
         batched = self.graph.type_of(op.regions[0].outputs[0]).rank > 0
         return control_flow.while_loop(op, operands, test, body, batched=batched)
 
-    def cond(self, op: Op, bodies: Sequence[BlockBody], operands: Sequence[Any]) -> list[Any]:
-        return control_flow.cond(operands, [self._body_function(body) for body in bodies])
+    def cond(self, op: Op, result: RuleResult, operands: Sequence[Any]) -> list[Any]:
+        return control_flow.cond(operands, [self._body_function(body) for body in result.body])
 
 
 def in_states(arrays: Sequence[Any], states: Sequence[State]) -> list[Any]:
@@ -510,7 +513,7 @@ def _is_narrow(array: Any) -> bool:
     return part_dtype(dtype, SUM) != dtype
 
 
-_REGION_EMITTERS: Mapping[str, Callable[[_Emitter, Op, Any, Sequence[Any]], list[Any]]] = {
+_REGION_EMITTERS: Mapping[str, Callable[[_Emitter, Op, RuleResult, Sequence[Any]], list[Any]]] = {
     "scan": _Emitter.scan,
     "while": _Emitter.while_loop,
     "cond": _Emitter.cond,

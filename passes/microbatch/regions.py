@@ -7,6 +7,8 @@ in the least states that an iteration reproduces,
 
 until nothing changes; the lattice is finite, so that this ends after at most (number of carries + 1) rounds
                                                                                                             -> _fixpoint
+A scan over the examples themselves, as `jax.lax.map` makes one, has fewer iterations on a block, if no iteration reads
+what the one before it computes. What the iterations add up is then a sum over the batch        -> _scan_over_examples
 A `while` runs on blocks likewise, if its condition is invariant, or a truth value for each example         -> _while
 Branches of a `cond` on an invariant predicate do if all branches do and their results have a join          -> _cond
 
@@ -22,13 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from autopar import jax_compat
+from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Region, is_zero
 from autopar.passes.microbatch.grouped import Groups, find_groups, grouped, is_grouped
 from autopar.passes.microbatch.rules import kernels
 from autopar.passes.microbatch.rules.table import apply_table, invariant_results
 from autopar.passes.microbatch.rules.types import ConstantComponent, Operands, RuleResult, no_constants
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
-from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Split, State, join
+from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Partial, Split, State, join
 from autopar.rules.manual import MANUAL
 
 
@@ -101,10 +104,15 @@ class BlockBody:
 
 @dataclass(frozen=True, slots=True)
 class BlockedBody:
-    """A body that cannot run on blocks: the first operation that cannot, the states of its operands, and why not."""
+    """A body that cannot run on blocks: the first operation that cannot, the states of its operands, and why not.
+
+    `region`, `input_states`: the body, and the states in which values enter it.
+    """
 
     op: Op
     states: tuple[State, ...]
+    region: Region
+    input_states: tuple[State, ...]
     why: str = ""
 
 
@@ -169,13 +177,14 @@ def analyse_region(graph: Graph, region: Region, input_states: Sequence[State], 
         else:
             result = None if op.equation.effects else apply_rule(graph, op, operands, count, groups=groups)
             if result is None:
-                return BlockedBody(op, operands)
+                return BlockedBody(op, operands, region, tuple(input_states))
             results, rule_results[op.index] = result.results, result
         states.update(zip(op.outputs, results, strict=True))
     outputs = tuple(state_of(a, states) for a in flat.outputs)
     for op in flat.ops if any(isinstance(s, Grouped) for s in outputs) else ():
         if any(v in flat.outputs and isinstance(states[v], Grouped) for v in op.outputs):
-            return BlockedBody(op, tuple(state_of(a, states) for a in op.inputs), KEEPS_SORTED_ROWS)
+            operands = tuple(state_of(a, states) for a in op.inputs)
+            return BlockedBody(op, operands, region, tuple(input_states), KEEPS_SORTED_ROWS)
     return BlockBody(region, flat, states, rule_results, tuple(input_states), outputs)
 
 
@@ -247,8 +256,43 @@ def _scan_body(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> B
 
 
 def _scan(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleResult | None:
+    if _examples(op, states) is not None:
+        return _scan_over_examples(graph, op, states, count)
     body = _scan_body(graph, op, states, count)
     return _scan_result(graph, op, states, body, count) if isinstance(body, BlockBody) else None
+
+
+def _examples(op: Op, states: Sequence[State]) -> Split | None:
+    """The blocks in which a scan goes through examples of the batch, one or more per iteration; None if it does not."""
+    stacked = states[sum(jax_compat.scan_counts(op.params)) :]
+    return next((s for s in stacked if isinstance(s, Split) and s.dim == 0), None)
+
+
+def _scan_over_examples(graph: Graph, op: Op, states: Sequence[State], count: int) -> RuleResult | None:
+    """Iterations that are independent, but for carries that they only add to, and carries that stay as they are."""
+    fixed, carried = jax_compat.scan_counts(op.params)
+    first_slice, examples = fixed + carried, _examples(op, states)
+    (region,) = op.regions
+    assert examples is not None
+    whole = all(isinstance(s, Invariant) for s in states[:first_slice])
+    if not whole or any(s != examples and not isinstance(s, Invariant) for s in states[first_slice:]):
+        return None
+    sums = {k for k, _ in control_flow.sums(graph, op)}
+    body = analyse_region(graph, region, [INVARIANT] * len(region.inputs), count)
+    assert isinstance(body, BlockBody), "an operation on whole values runs on whole values"
+    same_as: dict[Atom, Atom] = {v: v for v in region.inputs}
+    for inner in body.flat.ops:
+        if control_flow.keeps_value(graph, inner) and inner.inputs[0] in same_as:
+            same_as[inner.outputs[0]] = same_as[inner.inputs[0]]
+    kept = {k for k in range(carried) if same_as.get(body.flat.outputs[k]) == region.inputs[fixed + k]}
+    if len(sums | kept) < carried:
+        return None
+    return RuleResult(
+        (*(SUM if k in sums else INVARIANT for k in range(carried)), *[examples] * (len(op.outputs) - carried)),
+        {i: examples for i, s in enumerate(states) if i >= first_slice and isinstance(s, Invariant)},
+        {"length": op.params["length"] // count},
+        body=body,
+    )
 
 
 def _scan_result(graph: Graph, op: Op, states: Sequence[State], body: BlockBody, count: int) -> RuleResult:
@@ -369,14 +413,24 @@ _REGION_RULES: Mapping[str, Any] = {"scan": _scan, "while": _while, "cond": _con
 
 
 class Blocking(NamedTuple):
-    """An operation that prevents others from running on blocks, and why it does, where its rule says."""
+    """What prevents operations from running on blocks.
+
+    Attributes:
+        op: an operation that does not run on blocks, or that yields a total which others need.
+        why: why it does not, where that is known.
+        is_total: it yields a total.
+    """
 
     op: Op
     why: str = ""
+    is_total: bool = False
 
 
 class Reason(NamedTuple):
-    """Why FLOPs are outside of the loops: `op` reads whole what `source` gives block by block, or `why` if given."""
+    """Why FLOPs are outside of the loops: `op` reads whole what `source` gives block by block, or `why` if given.
+
+    `source` is `op` if no total is read.
+    """
 
     op: Op
     source: Op
@@ -403,8 +457,14 @@ def blocking_op(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> 
     inner = next((body for body in bodies if isinstance(body, BlockedBody)), None)
     if inner is not None and inner.why:
         return Blocking(inner.op, inner.why)
+    if inner is not None and any(isinstance(s, Partial) for s in inner.states):
+        return Blocking(inner.op, _reads_total(graph, op, inner, count))
     if inner is not None:
         return blocking_op(graph, inner.op, inner.states, count)
+    if op.name == "scan" and _examples(op, states) is not None:
+        return Blocking(
+            op, "its iterations go through the examples in order, and read what those before them leave in the carry"
+        )
     if op.name == MANUAL:
         return Blocking(
             op, "the shapes in its body are those of the whole batch; leave out num_microbatches and stages"
@@ -412,3 +472,32 @@ def blocking_op(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> 
     explained = op.name == "pallas_call" and not all(isinstance(s, Invariant) for s in states)
     operands = Operands(op, shapes(graph, op.inputs), shapes(graph, op.outputs), states, count)
     return Blocking(op, kernels.refusal(operands) if explained else "")
+
+
+def _reads_total(graph: Graph, op: Op, inner: BlockedBody, count: int) -> str:
+    """Why an operation in the body of a scan or branch is blocked that reads a total over the batch; what helps."""
+    at = f" at {op.source}" if op.source else ""
+    why = f"it reads a total over the batch inside the {op.name}{at}"
+    if op.name != "scan" or _meets_examples(graph, inner, count):
+        return why
+    return f"{why}; return that total from the scan, stacked, and compute with it behind the scan"
+
+
+def _meets_examples(graph: Graph, inner: BlockedBody, count: int) -> bool:
+    """Whether what a body computes from totals over the batch meets examples again."""
+    flat = flatten(inner.region.ops, inner.region.outputs, inner.region.constants)
+    states: dict[int, State] = dict(zip(inner.region.inputs, inner.input_states, strict=True))
+    states.update((value, INVARIANT) for value, _ in flat.constants)
+    totals: set[Atom] = set()
+    for op in flat.ops:
+        operands = tuple(state_of(a, states) for a in op.inputs)
+        reads_total = any(a in totals for a in op.inputs if isinstance(a, int))
+        invariant = all(isinstance(s, Invariant) for s in operands)
+        result = None if invariant or op.equation.effects else apply_rule(graph, op, operands, count)
+        needs_total = not invariant and result is None
+        if (reads_total or needs_total) and any(isinstance(s, Split) for s in operands):
+            return True
+        if reads_total or needs_total:
+            totals.update(op.outputs)
+        states.update(zip(op.outputs, result.results if result else [INVARIANT] * len(op.outputs), strict=True))
+    return False

@@ -99,3 +99,22 @@ def test_a_loop_over_time_that_needs_the_whole_batch_is_rewritten_in_stages_too(
     run = parallelize(step, mesh=(2,), stages=2, remat=policy, donate_argnums=())
     assert run.plan(*args).num_microbatches == 1
     assert_equal(run(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("apply", [lambda body: body, jax.checkpoint], ids=["kept", "recomputed"])
+def test_an_auxiliary_loss_is_carried_through_the_layers_of_all_stages(apply: Any) -> None:
+    def loss(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(carry: Any, w: jax.Array) -> Any:
+            hidden = jnp.tanh(carry[0] @ w)
+            return (carry[0] + hidden, carry[1] + jnp.mean(hidden**2)), None
+
+        (x, extra), _ = jax.lax.scan(apply(layer), (x, 0.0), params)
+        return jnp.mean(x**2) + 0.1 * extra, extra
+
+    def step(params: Any, x: jax.Array) -> Any:
+        values, grads = jax.value_and_grad(loss, has_aux=True)(params, x)
+        return sgd(params, grads), values
+
+    args = array(4, 8, 8), array(8, 8)
+    run = parallelize(step, mesh=(2,), stages=2, num_microbatches=2, donate_argnums=())
+    assert_equal(run(*args), jax.jit(step)(*args))

@@ -183,6 +183,38 @@ def scanned_shared(p: Any, b: Any) -> jax.Array:
     return cross_entropy(x @ p["embed"].T, b["y"]).mean()
 
 
+def penalised(p: Any, b: Any, apply: Callable[..., Any] = lambda f: f) -> jax.Array:
+    """Layers in two scans, through which a penalty of their activations is carried."""
+
+    def layer(carry: Any, weights: Any) -> Any:
+        x, penalty = carry
+        x = block(weights, x)
+        return (x, penalty + 0.1 * jnp.mean(x**2)), None
+
+    first, second = ([w[:1] for w in jax.tree.leaves(stacked(p))], [w[1:] for w in jax.tree.leaves(stacked(p))])
+    tree = jax.tree.structure(stacked(p))
+    carry, _ = lax.scan(apply(layer), (embed(p, b), 0.0), tree.unflatten(first))
+    (x, penalty), _ = lax.scan(apply(layer), carry, tree.unflatten(second))
+    return cross_entropy(x @ p["embed"].T, b["y"]).mean() + penalty
+
+
+def one_by_one(p: Any, b: Any) -> jax.Array:
+    """A loop over the examples, which are independent."""
+    return lax.map(lambda b: mean(p, jax.tree.map(lambda x: x[None], b)), b).mean()
+
+
+def added_one_by_one(p: Any, b: Any, apply: Callable[..., Any] = lambda f: f) -> jax.Array:
+    """A loop over the examples that adds up their losses and their counts."""
+
+    def example(carry: Any, b: Any) -> Any:
+        loss, count = carry
+        losses = cross_entropy(logits(p, jax.tree.map(lambda x: x[None], b)), b["y"][None])
+        return (loss + jnp.sum(losses * b["mask"]), count + b["mask"].sum()), None
+
+    (loss, count), _ = lax.scan(apply(example), (0.0, 0), b)
+    return loss / count
+
+
 def recurrent(p: Any, b: Any) -> jax.Array:
     weight = p["blocks"][0]["up"][:, :WIDTH]
     inputs = embed(p, b).swapaxes(0, 1)
@@ -373,6 +405,11 @@ EXACT: Mapping[str, Step] = {
     "scan": trained(scanned),
     "scan of remat": trained(partial(scanned, apply=jax.checkpoint(block))),
     "scan of one layer": trained(scanned_shared),
+    "penalty in a carry": trained(penalised),
+    "penalty in a carry, remat": trained(partial(penalised, apply=jax.checkpoint)),
+    "map over examples": trained(one_by_one),
+    "sums over examples": trained(added_one_by_one),
+    "sums over examples, remat": trained(partial(added_one_by_one, apply=jax.checkpoint)),
     "recurrent": trained(recurrent),
     "branches": trained(branching),
     "dropout": trained(partial(dropped, 0.8)),
@@ -393,7 +430,12 @@ EXACT: Mapping[str, Step] = {
 }
 
 #: Needs totals of the forward pass in the backward pass: two loops.
-TWO_LOOPS = ("balanced experts", "balanced experts in every layer")
+TWO_LOOPS = (
+    "balanced experts",
+    "balanced experts in every layer",
+    "sums over examples",
+    "sums over examples, remat",
+)
 
 REFUSED: Mapping[str, Step] = {"contrastive": trained(contrastive), "batch norm": trained(batch_norm)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -96,6 +97,51 @@ def test_what_is_split_exactly_is_split_with_own_totals_too(name: str) -> None:
     exact = jax.jit(split_step(traced, COUNT))(w, x)
     for a, b in zip(jax.jit(split_step(traced, COUNT, per_microbatch=("*",)))(w, x), exact, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def balanced(stacks: bool, w: Any, x: Any) -> Any:
+    """A train step of layers in a scan with a balance loss, which is carried, or computed from what the scan stacks."""
+
+    def loss(w: Any) -> Any:
+        def layer(carry: Any, w: Any) -> Any:
+            gates = jax.nn.softmax(carry[0] @ w)
+            means = jnp.mean(gates > 0.2, 0, dtype=w.dtype), jnp.mean(gates, 0)
+            return (jnp.tanh(gates @ w), carry[1] + (0.0 if stacks else means[0] @ means[1])), means
+
+        (x_, balance), means = jax.lax.scan(layer, (x, 0.0), w)
+        return jnp.mean(x_**2) + balance + jnp.sum(means[0] * means[1])
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - gradient, value
+
+
+def test_a_balance_loss_in_a_carry_is_refused_with_what_helps() -> None:
+    w, x = jnp.sin(jnp.arange(48.0)).reshape(3, 4, 4), jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    with pytest.raises(
+        MicrobatchError, match=r"dot_general at .*inside the scan at .*; return that total from the scan"
+    ):
+        split_step(trace(partial(balanced, False), w, x), COUNT)
+    step = partial(balanced, True)
+    got = jax.jit(split_step(trace(step, w, x), COUNT))(w, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), got, jax.jit(step)(w, x))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a running maximum", r"scan at .*: its iterations go through the examples in order"),
+        ("a counter", r"dynamic_slice at .* combines examples of the whole batch\."),
+        ("a norm", r"sub at .*: it reads a total over the batch inside the scan at test_refusals.py:\d+\. Use"),
+    ],
+)
+def test_what_a_loop_needs_of_other_examples_is_named(name: str, why: str) -> None:
+    loops: Mapping[str, Callable[[Any], Any]] = {
+        "a running maximum": lambda h: jax.lax.scan(lambda c, r: (jnp.maximum(c, r), None), jnp.zeros(4), h)[0],
+        "a counter": lambda h: jax.lax.fori_loop(0, 8, lambda i, c: c + h[i] ** 2, jnp.zeros(4)),
+        "a norm": lambda h: jax.lax.scan(lambda c, w: (c @ w - (c @ w).mean(0), None), h, jnp.ones((2, 4, 4)))[0],
+    }
+    with pytest.raises(MicrobatchError, match=why):
+        split_step(two_layers(loops[name]), COUNT)
 
 
 def test_a_refusal_gives_each_reason_once() -> None:
