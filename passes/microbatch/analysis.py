@@ -46,7 +46,7 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -206,9 +206,10 @@ def _run(analyzer: Callable[..., _Analyzer], groups: Groups | None) -> Microbatc
 def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
     """Values of `Split.outer` for the batch, in the order in which they are tried.
 
-    First the pieces of the batch that devices have, then the rows into which the step reshapes its batch, then 1:
-    blocks of consecutive examples. With 1 every device's examples are in one microbatch, so that examples move between
-    devices; but a step may need that, such as one that sorts the tokens of neighbouring examples.
+    First the pieces of the batch that devices have, then the rows into which the step reshapes its batch, then the
+    pieces of which it takes some, such as halves, then 1: blocks of consecutive examples. With 1 every device's
+    examples are in one microbatch, so that examples move between devices; but a step may need that, such as one that
+    sorts the tokens of neighbouring examples.
     """
     extents = {graph.types[v].shape[0] for v in leaves}
     by_shard = shards if all(extent % (shards * count) == 0 for extent in extents) else 1
@@ -218,9 +219,18 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
         for op in flat.ops
         if op.name == "reshape" and op.inputs[0] in leaves and graph.types[op.outputs[0]].rank > 1
     )
+    rows.update(dict.fromkeys(n for op in flat.ops for n in _pieces_taken(graph, op, extents)))
     yield from (n for n in rows if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
     if by_shard > 1:
         yield 1
+
+
+def _pieces_taken(graph: Graph, op: Op, extents: Set[int]) -> Iterator[int]:
+    """The number of equal pieces of as many rows as the batch has, of which an operation takes some."""
+    rows = graph.type_of(op.inputs[0]).shape[:1] if op.name in ("slice", "split") else ()
+    if not extents.isdisjoint(rows):
+        start = op.params["start_indices"][0] if op.name == "slice" else 0
+        yield rows[0] // (math.gcd(rows[0], start, *(graph.types[v].shape[0] for v in op.outputs)) or 1)
 
 
 def _refusal(best: Microbatches, per_microbatch: Sequence[str], helps: Callable[..., bool]) -> str:

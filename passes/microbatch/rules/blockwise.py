@@ -8,6 +8,7 @@ cannot run block by block.
     contraction      the contracted dimension split: a partial sum                                  -> dot, convolution
     reduction        over the split dimension: a part of the kind that the table names                      -> reduction
     reshape          (outer, m, inner) by prefix products                                                     -> reshape
+    joining, taking  whole pieces (m, inner) of the split dimension                  -> concatenate, pad, static_slice
     gather, scatter  see `autopar.passes.microbatch.rules.gather`
 
 Bound on blocks, an operation keeps its parameters except those with sizes of the split dimension (`RuleResult.params`).
@@ -117,22 +118,42 @@ def _drop_dims(state: Split, dims: Sequence[int]) -> Split:
     return Split(state.dim - sum(d < state.dim for d in dims), state.outer)
 
 
+def _piece(shape: Shape, state: Split) -> int:
+    """Rows of one of the `outer` pieces of a split dimension; each microbatch has its part of every piece."""
+    return shape[state.dim] // state.outer
+
+
+def _pieces(rows: int, piece: int, dim: int) -> Split | None:
+    """The state of so many rows that are whole pieces; None if they are not."""
+    return Split(dim, rows // piece) if rows and piece and rows % piece == 0 else None
+
+
 def concatenate(operands: Operands) -> RuleResult | None:
-    """Along any other dimension than the split one."""
-    state = common_state(operands.states)
-    if not isinstance(state, Split) or state.dim == operands.params["dimension"]:
+    """Along another dimension than the split one; or along that one, if all operands consist of equal pieces."""
+    state, dim = common_state(operands.states), operands.params["dimension"]
+    splits = [(shape, s) for shape, s in zip(operands.shapes, operands.states, strict=True) if isinstance(s, Split)]
+    if all(s.dim == dim for _, s in splits):
+        pieces = {_piece(shape, s) for shape, s in splits}
+        states = [_pieces(shape[dim], min(pieces), dim) for shape in operands.shapes]
+        joined = _pieces(operands.result_shapes[0][dim], min(pieces), dim)
+        if len(pieces) > 1 or None in states or joined is None:
+            return None
+        slices = zip(states, operands.states, strict=True)
+        return RuleResult((joined,), {i: s for i, (s, now) in enumerate(slices) if s and isinstance(now, Invariant)})
+    if not isinstance(state, Split) or state.dim == dim:
         return None
     return RuleResult((state,), slice_invariants(operands, state, range(len(operands.states))))
 
 
 def split_array(operands: Operands) -> RuleResult | None:
-    """Into pieces along any other dimension than the split one."""
-    state = only_first_split(operands)
-    return (
-        None
-        if state is None or state.dim == operands.params["axis"]
-        else RuleResult((state,) * len(operands.result_shapes))
-    )
+    """Along another dimension than the split one; or along that one, if all results are whole pieces."""
+    state, sizes = only_first_split(operands), operands.params["sizes"]
+    if state is None or state.dim != operands.params["axis"]:
+        return None if state is None else RuleResult((state,) * len(operands.result_shapes))
+    states = [_pieces(size, _piece(operands.shapes[0], state), state.dim) for size in sizes]
+    taken = tuple(s for s in states if s is not None)
+    local = tuple(size // operands.count for size in sizes)
+    return RuleResult(taken, params={"sizes": local}) if len(taken) == len(sizes) else None
 
 
 def unstack(operands: Operands) -> RuleResult | None:
@@ -155,26 +176,44 @@ def stack(operands: Operands) -> RuleResult | None:
 
 
 def tile(operands: Operands) -> RuleResult | None:
-    """Repeats along any other dimension than the split one."""
+    """Repeats along the split dimension repeat its pieces."""
     state = only_first_split(operands)
-    return None if state is None or operands.params["reps"][state.dim] != 1 else RuleResult((state,))
+    reps = 0 if state is None else operands.params["reps"][state.dim]
+    return RuleResult((Split(state.dim, state.outer * reps),)) if state is not None and reps else None
 
 
 def pad(operands: Operands) -> RuleResult | None:
-    """Along any other dimension than the split one."""
+    """Along the split dimension whole pieces are padded."""
     state = only_first_split(operands)
-    unpadded = state is not None and tuple(operands.params["padding_config"][state.dim]) == (0, 0, 0)
-    return RuleResult((state,)) if state is not None and unpadded else None
+    if state is None:
+        return None
+    config = [(int(low), int(high), int(inside)) for low, high, inside in operands.params["padding_config"]]
+    (low, high, inside), piece = config[state.dim], _piece(operands.shapes[0], state)
+    padded = state
+    if (low, high, inside) != (0, 0, 0):
+        after = _pieces(operands.result_shapes[0][state.dim], piece, state.dim)
+        if after is None or inside or low % piece or high % piece:
+            return None
+        padded = after
+    # rounding of negative padding does not matter: it is a multiple of the count
+    config[state.dim] = low // operands.count, high // operands.count, inside
+    return RuleResult((padded,), params={"padding_config": tuple(config)})
 
 
 def static_slice(operands: Operands) -> RuleResult | None:
-    """The split dimension is taken whole."""
+    """The split dimension is taken whole, or whole pieces of it."""
     state = only_first_split(operands)
-    if state is None or operands.result_shapes[0][state.dim] != operands.shapes[0][state.dim]:
+    if state is None:
         return None
-    return RuleResult(
-        (state,), params={"limit_indices": divided(operands.params["limit_indices"], state.dim, operands.count)}
-    )
+    starts, limits, strides = (operands.params[name] for name in ("start_indices", "limit_indices", "strides"))
+    taken, piece, d = state, _piece(operands.shapes[0], state), state.dim
+    if operands.result_shapes[0][d] != operands.shapes[0][d]:
+        pieces = _pieces(operands.result_shapes[0][d], piece, d)
+        if pieces is None or starts[d] % piece or (strides is not None and strides[d] != 1):
+            return None
+        taken = pieces
+    local = {"start_indices": starts, "limit_indices": limits}
+    return RuleResult((taken,), params={name: divided(at, d, operands.count) for name, at in local.items()})
 
 
 def dynamic_slice(operands: Operands) -> RuleResult | None:

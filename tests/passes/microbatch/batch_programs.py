@@ -215,6 +215,20 @@ def added_one_by_one(p: Any, b: Any, apply: Callable[..., Any] = lambda f: f) ->
     return loss / count
 
 
+def two_views(p: Any, b: Any) -> jax.Array:
+    """Both views of every example in one batch, which are compared in pairs afterwards."""
+    both = jnp.concatenate([b["x"], b["y"]])
+    h = hidden(p, {**b, "x": both}).mean(1)
+    first, second = jnp.split(h, 2)
+    return jnp.mean((first - lax.stop_gradient(h[b["x"].shape[0] :])) ** 2) - jnp.mean(first * second)
+
+
+def two_kinds(p: Any, b: Any) -> jax.Array:
+    """The halves of the batch have different losses."""
+    x, half = logits(p, b), b["y"].shape[0] // 2
+    return cross_entropy(x, b["y"])[:half].mean() + 0.1 * jnp.mean(x[half:] ** 2)
+
+
 def recurrent(p: Any, b: Any) -> jax.Array:
     weight = p["blocks"][0]["up"][:, :WIDTH]
     inputs = embed(p, b).swapaxes(0, 1)
@@ -410,6 +424,8 @@ EXACT: Mapping[str, Step] = {
     "map over examples": trained(one_by_one),
     "sums over examples": trained(added_one_by_one),
     "sums over examples, remat": trained(partial(added_one_by_one, apply=jax.checkpoint)),
+    "two views": trained(two_views),
+    "two kinds of examples": trained(two_kinds),
     "recurrent": trained(recurrent),
     "branches": trained(branching),
     "dropout": trained(partial(dropped, 0.8)),

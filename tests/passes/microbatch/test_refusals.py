@@ -39,7 +39,7 @@ def two_layers(between: Callable[[Any], Any], layers: int = 2) -> Any:
 MIXED: Mapping[str, Callable[[Any], Any]] = {
     "rev": lambda h: h[::-1],
     "slice": lambda h: jnp.roll(h, 1, 0),
-    "concatenate": lambda h: jnp.concatenate([h, h])[:8],
+    "concatenate": lambda h: jnp.concatenate([h, jnp.ones((4, 4))])[:8],
     "argmax": lambda h: h[jnp.argmax(h[:, 0])],
     "sort": lambda h: jnp.sort(h, 0),
     "scan": lambda h: jax.lax.scan(lambda c, r: (c + jnp.sin(r), c), jnp.zeros(4), h)[1],
