@@ -1,6 +1,7 @@
 """The command line: `autopar COMMAND TARGET ...`, and `autopar bench MEASUREMENT ...`.
 
-Exit status 0: fine; 1: an AutoparError, or a check that fails; 2: wrong usage. With --json, stdout holds JSON alone;
+Exit status 0: fine; 1: an AutoparError, or a check that fails; 2: wrong usage, also a name, a file, a size or the value
+of an option that is wrong (`WRONG_USAGE`). With --json, stdout holds JSON alone;
 progress and errors go to stderr. --debug, anywhere, shows tracebacks.
 """
 
@@ -35,7 +36,7 @@ from autopar.cli.options import (
     words,
 )
 from autopar.cli.step import Step, with_step
-from autopar.errors import AutoparError
+from autopar.errors import ArgumentError, AutoparError, ClusterError, MeshError, PinError, ScheduleError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(questions.app)
@@ -235,6 +236,10 @@ def _figures(name: str, cluster: Any) -> Mapping[str, Any]:
     return {"name": name, **asdict(cluster)}
 
 
+#: Errors that say that what was given on the command line is wrong.
+WRONG_USAGE = (ArgumentError, ClusterError, MeshError, PinError, ScheduleError)
+
+
 def main() -> None:
     """The entry point `autopar`."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
@@ -244,4 +249,4 @@ def main() -> None:
         if "--debug" in sys.argv[1:]:
             raise
         say(f"{type(error).__name__}: {error}")
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, WRONG_USAGE) else 1)

@@ -1,6 +1,7 @@
 """One process of `autopar launch`: connects to the others, then runs the script as `python script.py` would.
 
-`jax.distributed.initialize()` without arguments in the script then does nothing.
+`jax.distributed.initialize()` without arguments in the script then does nothing. A script that fails ends its process
+at once: at its exit the process does not wait for the others, which may wait for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+
+from autopar.jax_compat.processes import end_without_the_others
 
 
 def connect(spec: Mapping[str, Any]) -> None:
@@ -51,7 +54,12 @@ def main() -> None:
     connect(json.loads(spec))
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            end_without_the_others(lambda: None)
+        raise
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ TargetOrPlan = Annotated[
 ClusterName = Annotated[
     str | None, typer.Option("--cluster", help="preset, or a TOML file", autocompletion=completion.clusters)
 ]
-Hosts = Annotated[int | None, typer.Option(help="number of hosts; default: what the mesh needs")]
+Hosts = Annotated[int | None, typer.Option(min=1, help="number of hosts; default: what the mesh needs")]
 MeshSizes = Annotated[
     str | None, typer.Option("--mesh", help="axis sizes, such as 32,8; priced as dgx-h100 by default")
 ]
@@ -66,7 +66,9 @@ Offload = Annotated[
         autocompletion=completion.values("offload"),
     ),
 ]
-Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="parts of the batch, one after the other")]
+Microbatches = Annotated[
+    int | None, typer.Option("--num-microbatches", min=1, help="parts of the batch, one after the other")
+]
 Stages = Annotated[
     str,
     typer.Option(

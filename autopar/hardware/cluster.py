@@ -29,7 +29,7 @@ from autopar.hardware import files as cluster_files
 from autopar.hardware import heterogeneous
 from autopar.hardware import local as local_cluster
 from autopar.hardware.description import ClusterFigures, Device
-from autopar.hardware.figures import is_figure, is_integer
+from autopar.hardware.figures import LINK, is_integer
 from autopar.hardware.links import NETWORKS, Level, Link, axis_levels_of, inner_sizes, level_part, slowest
 
 __all__ = ["DEFAULT_AXIS_NAMES", "NETWORKS", "Cluster", "Device", "Level", "Link", "LogicalMesh"]
@@ -141,7 +141,7 @@ class Cluster(ClusterFigures):
         if math.prod(sizes) != self.num_devices or min(sizes, default=1) < 1:
             raise MeshError(
                 f"Mesh sizes {sizes} multiply to {math.prod(sizes)}, but cluster {self.name!r} has "
-                f"{self.num_devices} devices ({self._describe_levels()})."
+                f"{self.num_devices} devices ({self._describe_levels()}). Sizes that fit: {self._fitting_sizes()}."
             )
         if names is None and len(sizes) > len(DEFAULT_AXIS_NAMES):
             raise MeshError(f"Mesh sizes {sizes} have {len(sizes)} axes: give `names`, defaults end at 4 axes.")
@@ -211,6 +211,12 @@ class Cluster(ClusterFigures):
     def _axis_levels(self, sizes: tuple[int, ...]) -> tuple[tuple[Level, ...], ...]:
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
         return tuple(axis_levels_of(self.levels, stride, size) for stride, size in zip(strides, sizes, strict=True))
+
+    def _fitting_sizes(self) -> str:
+        """Shapes of meshes over all devices, as text: one axis, and two that are as equal as can be."""
+        count = self.num_devices
+        first = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
+        return f"{count}" if first == 1 else f"{count} or {first},{count // first}"
 
     def _describe_levels(self) -> str:
         return " x ".join(str(level.size) for level in self.levels)
@@ -369,8 +375,9 @@ class Cluster(ClusterFigures):
 
 def _per_axis(what: str, value: float | Sequence[float], sizes: tuple[int, ...]) -> tuple[float, ...]:
     values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * len(sizes)
-    if not all(map(is_figure, values)):
-        raise ClusterError(f"{what}={value!r:.60} must be a number of 0 or more, or one for each mesh axis.")
+    requirement, is_valid = LINK[what]
+    if not all(map(is_valid, values)):
+        raise ClusterError(f"{what}={value!r:.60} must be {requirement}, or one for each mesh axis.")
     if len(values) != len(sizes):
         raise ClusterError(f"{what} has {len(values)} values {values} for {len(sizes)} mesh axes of sizes {sizes}.")
     return tuple(map(float, values))

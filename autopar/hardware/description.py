@@ -12,9 +12,14 @@ from types import MappingProxyType
 
 from autopar.errors import ClusterError
 from autopar.hardware.figures import (
+    BANDWIDTH,
+    COUNT,
     FIGURE,
     FLAG,
+    LEAST_SPEED,
+    MEMORY,
     NAME,
+    OPTIONAL_BANDWIDTH,
     RATE,
     SHARE,
     FieldRule,
@@ -22,7 +27,6 @@ from autopar.hardware.figures import (
     each,
     is_count,
     is_figure,
-    is_integer,
     is_name,
     is_rates,
 )
@@ -83,10 +87,12 @@ class Device:
 DEVICE: Mapping[str, FieldRule] = MappingProxyType(
     {
         "name": NAME,
-        "peak_flops": ("flop/s above 0 by dtype", is_rates),
-        **dict.fromkeys(("memory_bandwidth", "efficiency"), RATE),
-        **dict.fromkeys(("memory_bytes", "kernel_overhead", "bucket_bytes"), FIGURE),
-        **dict.fromkeys(("host_bandwidth", "host_memory_bytes"), FIGURE),
+        "peak_flops": (f"FLOP/s by dtype, {LEAST_SPEED:g} or more, such as 989e12 for 989 TFLOP/s", is_rates),
+        "memory_bandwidth": BANDWIDTH,
+        "efficiency": RATE,
+        "memory_bytes": MEMORY,
+        "host_bandwidth": OPTIONAL_BANDWIDTH,
+        **dict.fromkeys(("kernel_overhead", "bucket_bytes", "host_memory_bytes"), FIGURE),
         **dict.fromkeys(("reduce_scatter", "rounds_operands"), FLAG),
         "overlap": SHARE,
         "tile": ("two integers of 1 or more", each(is_count, 2)),
@@ -130,7 +136,7 @@ CLUSTER: Mapping[str, FieldRule] = MappingProxyType(
     {
         "name": NAME,
         "device": ("a Device", lambda value: isinstance(value, Device)),
-        **dict.fromkeys(("hosts", "devices_per_host"), ("an integer", is_integer)),
+        **dict.fromkeys(("hosts", "devices_per_host"), COUNT),
         **dict.fromkeys(("intra", "inter"), ("a Link", lambda value: isinstance(value, Link))),
     }
 )

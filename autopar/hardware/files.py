@@ -34,7 +34,7 @@ from typing import Any
 from autopar.errors import ClusterError
 from autopar.hardware import heterogeneous
 from autopar.hardware.description import ClusterFigures, Device
-from autopar.hardware.figures import is_count, is_integer
+from autopar.hardware.figures import LINK, check_values, is_count, is_integer
 from autopar.hardware.host import of_host
 from autopar.hardware.links import Level, Link
 
@@ -105,14 +105,14 @@ def _from_table(table: Table, where: str, hosts: int | None, topology: str | Non
 
 def _of_hosts(table: Table, where: str, hosts: int | None) -> ClusterFigures:
     levels = tuple(Level(int(v["size"]), _link(v)) for v in table.get("levels", ()))
-    count = int(hosts if hosts is not None else table.get("hosts", 1))
+    count = hosts if hosts is not None else _count(table, "hosts", where, 1)
     if levels and count != table.get("hosts", 1):
         raise ClusterError(f"Cluster {where} has levels, so hosts={count} cannot replace its {table.get('hosts', 1)}.")
     return ClusterFigures(
         table["name"],
         _device(table["device"]),
         count,
-        int(table["devices_per_host"]),
+        _count(table, "devices_per_host", where),
         _link(table["intra"]),
         _link(table["inter"]),
         levels or None,
@@ -120,9 +120,9 @@ def _of_hosts(table: Table, where: str, hosts: int | None) -> ClusterFigures:
 
 
 def _of_cpu(table: Table, where: str, hosts: int | None) -> ClusterFigures:
-    cpu, devices = table["cpu"], int(table["devices_per_host"])
-    count = int(hosts or table.get("hosts", 1))
-    return of_host(count, devices, int(cpu["cores"]), int(cpu["memory_bytes"]), table["name"])
+    cpu, devices = table["cpu"], _count(table, "devices_per_host", where)
+    count = hosts if hosts is not None else _count(table, "hosts", where, 1)
+    return of_host(count, devices, _count(cpu, "cores", where), int(cpu["memory_bytes"]), table["name"])
 
 
 def _of_groups(table: Table, where: str, hosts: int | None) -> ClusterFigures:
@@ -138,7 +138,7 @@ def _group(table: Table, where: str) -> ClusterFigures:
 
 
 def _of_torus(table: Table, where: str, hosts: int | None, topology: str | None, slices: int) -> ClusterFigures:
-    torus, per_host = table["torus"], int(table["devices_per_host"])
+    torus, per_host = table["torus"], _count(table, "devices_per_host", where)
     shape = _topology(torus, where, topology, per_host, hosts)
     link, chips = _link(table["intra"]), prod(shape)
     inside = min(chips, per_host)
@@ -195,9 +195,19 @@ def _padded(shape: tuple[int, ...], dimensions: int) -> tuple[int, ...]:
 
 
 def _link(table: Table) -> Link:
-    beta = float(table["beta"]) if "beta" in table else 1 / float(table["bandwidth"])
-    pair = 1 / float(table["pair_bandwidth"]) if "pair_bandwidth" in table else float(table.get("pair", 0.0))
-    return Link(float(table["alpha"]), beta, table.get("network", "switch"), pair)
+    values = {name: float(table[name]) for name in LINK if name in table}
+    check_values("A link", values, LINK)
+    beta = values["beta"] if "beta" in table else 1 / values["bandwidth"]
+    pair = 1 / values["pair_bandwidth"] if "pair_bandwidth" in table else values.get("pair", 0.0)
+    return Link(values["alpha"], beta, table.get("network", "switch"), pair)
+
+
+def _count(table: Table, key: str, where: str, default: int | None = None) -> int:
+    """An integer of 1 or more. KeyError if it is missing without a default; ClusterError for anything else."""
+    value = table[key] if default is None else table.get(key, default)
+    if not is_count(value):
+        raise ClusterError(f"Cluster {where}: {key}={value!r:.60} must be an integer of at least 1.")
+    return value
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = MappingProxyType(

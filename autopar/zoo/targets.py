@@ -42,7 +42,7 @@ def load(
     """
     file, colon, name = target.rpartition(":")
     if target.endswith(".py"):
-        raise ArgumentError(f"{target}: give a function too, such as {target}:{_functions(Path(target))}")
+        raise ArgumentError(f"{target}: give a function too, such as {_functions(Path(target))}")
     if not colon:
         model = zoo.build(target, layers=layers, batch=batch, seq=seq, attention=attention)
         return model.step, model.abstract_args()
@@ -64,15 +64,15 @@ def _array(leaf: Any) -> Any:
     return jnp.full(leaf.shape, 1e-2 if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0, leaf.dtype)
 
 
-def _functions(path: Path) -> str:
-    """The functions of a file that need no arguments, as text of an error: "example or train.py:other"."""
-    module = _module(path)
+def _functions(path: Path, module: Any = None) -> str:
+    """The functions of a file that need no arguments, as text of an error: "train.py:example or train.py:other"."""
+    module = module or _module(path)
     names = [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and _needs_nothing(value)
     ]
-    return f" or {path}:".join(names) or "function"
+    return " or ".join(f"{path}:{name}" for name in names or ["function"])
 
 
 def _needs_nothing(function: Callable[..., Any]) -> bool:
@@ -83,9 +83,12 @@ def _needs_nothing(function: Callable[..., Any]) -> bool:
 
 
 def _from_file(path: Path, name: str) -> Loaded:
-    function = getattr(_module(path), name, None)
+    module = _module(path)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise ArgumentError(f"{path} has no function {name!r}")
+        raise ArgumentError(
+            f"{path} has no function {name!r}; give one that it has, such as {_functions(path, module)}"
+        )
     loaded = _called(path, f"{name}()", function)
     if not (
         isinstance(loaded, tuple) and len(loaded) == 2 and callable(loaded[0]) and isinstance(loaded[1], tuple | list)
@@ -97,7 +100,8 @@ def _from_file(path: Path, name: str) -> Loaded:
 def _module(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ArgumentError(f"{path} is no Python file; a target is a zoo name or file.py:function")
+        lack = "does not exist" if not path.exists() else "is no Python file"
+        raise ArgumentError(f"{path} {lack}; a target is a zoo name or file.py:function")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))  # as `python file.py` would: the file may import its neighbours
     sys.modules[path.stem] = module

@@ -115,7 +115,7 @@ def test_attention_changes_the_kernel_of_the_model(autopar):
 )
 def test_an_attention_that_a_target_has_not_is_one_line(autopar, target, attention, message):
     status, out, err = autopar("plan", target, "--mesh", "2", "--attention", attention)
-    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
 
@@ -123,7 +123,7 @@ def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
     _, out, _ = autopar("plan", "mlp-toy", "--cluster", "dgx-h100", "--mesh", "4,8", "--json")
     assert json.loads(out)["mesh_sizes"] == [4, 8]
     status, _, err = autopar("plan", "mlp-toy", "--cluster", "dgx-h100", "--hosts", 2, "--mesh", "4,8")
-    assert status == 1
+    assert status == 2
     assert "multiply to 32" in err
 
 
@@ -133,11 +133,17 @@ def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
         (("plan", "mlp-toi", "--mesh", "2"), "unknown zoo target 'mlp-toi'"),
         (("plan", "mlp-toy", "--mesh", "2,x"), "mesh '2,x': give sizes with commas between"),
         (("plan", "mlp-toy", "--mesh", "0"), "sizes must be at least 1"),
+        (("plan", "mlp-toy", "--mesh", "3,3", "--cluster", "dgx-h100"), "8 devices (1 x 8). Sizes that fit: 8 or 2,4"),
+        (("launch", "nowhere.py"), "autopar launch: nowhere.py is no file; give a Python script"),
+        (("launch", "--platform", "abacus", __file__), "platform='abacus' must be 'cpu' or 'gpu'"),
         (("plan", "mlp-toy", "--mesh", "2", "--hosts", "3"), "--hosts 3 needs --cluster"),
         (("plan", "mlp-toy", "--mesh", "2", "--cluster", "abacus"), "'abacus' not found. Known presets: cpu-host, "),
         (("plan", "mlp-toy", "--mesh", "2", "--solver", "abacus"), "solver='abacus' must be 'auto'"),
         (("plan", "mlp-toy", "--mesh", "2", "--memory-budget", "much"), "memory_budget='much' must be bytes"),
-        (("plan", "nowhere.py:example", "--mesh", "2"), "nowhere.py is no Python file"),
+        (
+            ("plan", "nowhere.py:example", "--mesh", "2"),
+            "nowhere.py does not exist; a target is a zoo name or file.py:function",
+        ),
         (("verify", "mlp-toy", "--mesh", "2", "--target", "abacus"), "target='abacus' is not known"),
         (("bench", "equal", "--dtypes", "float8"), "dtype 'float8' is not known. Available: float32, float64"),
         (("bench", "equal", "--cluster", "abacus"), "cluster 'abacus' is not known. Available: dear, local"),
@@ -146,9 +152,9 @@ def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
         (("plan", "mlp-toy", "--mesh", "2", "--batch", 10**20), "more than the 9.0e+15 bytes an array may have"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_and_status_1(autopar, arguments, message):
+def test_a_mistake_is_one_line_on_stderr_and_status_2(autopar, arguments, message):
     status, out, err = autopar(*arguments, *(["--json"] if arguments[0] == "plan" else []))
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
 
@@ -156,6 +162,8 @@ def test_a_mistake_is_one_line_on_stderr_and_status_1(autopar, arguments, messag
 def test_wrong_usage_is_status_2(autopar):
     assert autopar("plan", "mlp-toy", "--bogus")[0] == 2
     assert autopar("plan")[0] == 2
+    assert autopar("plan", "mlp-toy", "--cluster", "dgx-h100", "--hosts", 0)[0] == 2
+    assert autopar("plan", "mlp-toy", "--mesh", 2, "--num-microbatches", 0)[0] == 2
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -173,7 +181,7 @@ def test_a_file_is_a_target(autopar, example):
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("missing", (), "has no function 'missing'"),
+        ("missing", (), "has no function 'missing'; give one that it has, such as "),
         ("nothing", (), "nothing() of"),
         ("needy", (), "needy() fails: TypeError: needy() missing 1 required positional argument: 'size'"),
         ("example", ("--batch", "3"), "change zoo models only"),
@@ -181,7 +189,7 @@ def test_a_file_is_a_target(autopar, example):
 )
 def test_a_file_that_is_no_target(autopar, example, name, more, message):
     status, _, err = autopar("plan", f"{example}:{name}", "--mesh", "2", *more)
-    assert status == 1
+    assert status == 2
     assert message in err
 
 
@@ -193,7 +201,7 @@ def test_a_file_that_cannot_be_imported(autopar, tmp_path, text, message):
     path = tmp_path / "broken_target.py"
     path.write_text(text)
     status, _, err = autopar("plan", f"{path}:example", "--mesh", "2")
-    assert status == 1
+    assert status == 2
     assert f"broken_target.py: importing it fails: {message}" in err
     assert "Traceback" not in err
 
@@ -241,9 +249,9 @@ def test_plan_shows_a_saved_plan_with_its_step_and_without(autopar, plan_file):
     assert "largest activations" in out
     assert "largest activations" not in alone
     status, _, err = autopar("plan", plan_file, "--hints")
-    assert (status, "hints needs the step" in err) == (1, True)
+    assert (status, "hints needs the step" in err) == (2, True)
     status, _, err = autopar("verify", plan_file)
-    assert (status, "has the plan and not its step" in err) == (1, True)
+    assert (status, "has the plan and not its step" in err) == (2, True)
 
 
 def test_verify_takes_the_pins_of_a_plan(autopar):
@@ -301,7 +309,7 @@ def test_explain_prints_layouts_and_their_prices(autopar):
 
 def test_an_unknown_name_is_one_line(autopar):
     status, out, err = autopar("explain", "mlp-toy", "params/bloks/0/w1", "--mesh", "2,4")
-    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert "'params/blocks/0/w1'" in err
 
 
@@ -339,7 +347,7 @@ def test_pins_and_strategies(autopar):
 )
 def test_a_wrong_pin_is_one_line(autopar, arguments, message):
     status, out, err = autopar("plan", "mlp-toy", "--mesh", "8", *arguments)
-    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert message in err
 
 
@@ -356,7 +364,7 @@ def test_a_wrong_pin_is_one_line(autopar, arguments, message):
 )
 def test_what_if_says_what_would_be_right(autopar, arguments, message):
     status, out, err = autopar("what-if", "mlp-toy", "--mesh", "2,4", *arguments)
-    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert message in err
 
 
@@ -439,7 +447,7 @@ def test_report_writes_a_page(autopar, tmp_path):
     assert title in page.read_text()
     assert title in again.read_text()
     status, _, err = autopar("what-if", plan, "--set", "mesh=4")
-    assert status == 1
+    assert status == 2
     assert "give the step, and the plan as --plan" in err
 
 
@@ -468,7 +476,7 @@ def test_profile_measures_on_this_machine(autopar, tmp_path):
     assert (status, data["devices"], len(data["step_times_s"])) == (0, 2, 2)
     assert [row["what"] for row in data["kinds"]][:2] == ["forward, stage 0", "backward, stage 0"]
     status, _, err = autopar("profile", "plan.json")
-    assert (status, err.count("\n")) == (1, 1)
+    assert (status, err.count("\n")) == (2, 1)
     assert "has the plan and not its step" in err
 
 
@@ -481,7 +489,7 @@ def test_the_version(autopar):
 
 def test_a_file_without_a_function_lists_its_functions(autopar, example):
     status, out, err = autopar("plan", example)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert f"such as {example}:example or {example}:nothing" in err
     assert "needy" not in err
     assert "step" not in err.replace(str(example), "")

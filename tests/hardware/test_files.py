@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from autopar.hardware import files as cluster_files
 from autopar.hardware import local as local_cluster
 from autopar.hardware.cluster import NETWORKS, Cluster, Level, Link
 from autopar.hardware.description import Device
+from autopar.hardware.figures import LEAST_MEMORY, LEAST_SPEED
 
 PRESETS = (
     "cpu-host", "dgx-a100", "dgx-h100", "dgx-h200", "p3.16xlarge", "p4d.24xlarge",
@@ -171,6 +173,38 @@ def test_from_toml(tmp_path: Path) -> None:
         Cluster.from_toml(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("hosts = 2", "hosts = 0", "hosts=0 must be an integer of at least 1"),
+        ("hosts = 2", "hosts = -2", "hosts=-2 must be an integer of at least 1"),
+        ("devices_per_host = 4", "devices_per_host = 2.5", "devices_per_host=2.5 must be an integer of at least 1"),
+        ("memory_bytes = 1e9", "memory_bytes = 16", "memory_bytes=16 must be a number of bytes, .* 16e9 for 16 GB"),
+        ("memory_bytes = 1e9", "memory_bytes = -1e9", "memory_bytes=-1000000000 must be a number of bytes"),
+        ("memory_bandwidth = 1e11", "memory_bandwidth = 819", r"memory_bandwidth=819\.0 must be a number of bytes/s"),
+        ("float32 = 1e12", "float32 = 197", r"\{'float32': 197\.0\} must be FLOP/s by dtype"),
+        ("bandwidth = 1e10", "bandwidth = 50", r"bandwidth=50\.0 must be a number of bytes/s"),
+        ("bandwidth = 1e10", "beta = 50e9", r"beta=50000000000\.0 must be a number of s/byte"),
+        ("alpha = 1e-6", "alpha = 5", r"alpha=5\.0 must be a number of seconds"),
+    ],
+)
+def test_figures_in_another_unit_are_refused(tmp_path: Path, right: str, wrong: str, message: str) -> None:
+    path = tmp_path / "toy.toml"
+    path.write_text(TOML.replace(right, wrong))
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_toml(path)
+
+
+def test_a_cluster_has_hosts_and_devices() -> None:
+    cluster = Cluster.preset("dgx-h100")
+    for field in ("hosts", "devices_per_host"):
+        for count in (0, -1, 2.5):
+            with pytest.raises(ClusterError, match=rf"{field}={count} must be an integer of 1 or more"):
+                dataclasses.replace(cluster, **{field: count})
+    with pytest.raises(ClusterError, match="hosts=0 must be at least 1"):
+        Cluster.preset("cpu-host", hosts=0)
+
+
 GROUPS = """
 name = "mixed"
 [[groups]]
@@ -196,16 +230,16 @@ def test_groups_and_tori_from_toml(tmp_path: Path) -> None:
     assert Cluster.from_toml(path) == Cluster.preset("tpu-v5e", topology="4x8")
 
 
-positive = st.floats(1e-12, 1e15)
+positive, speeds = st.floats(1e-12, 1e15), st.floats(LEAST_SPEED, 1e18)
 texts = st.text(max_size=12)
 networks = st.sampled_from(NETWORKS)
 any_link = st.builds(Link, st.floats(0, 1), st.floats(0, 1), networks)
 any_device = st.builds(
     Device,
     name=texts,
-    peak_flops=st.dictionaries(texts, positive, min_size=1, max_size=3),
-    memory_bandwidth=positive,
-    memory_bytes=st.integers(1, 2**60),
+    peak_flops=st.dictionaries(texts, speeds, min_size=1, max_size=3),
+    memory_bandwidth=speeds,
+    memory_bytes=st.integers(LEAST_MEMORY, 2**60),
     kernel_overhead=positive,
     efficiency=positive,
     reduce_scatter=st.booleans(),

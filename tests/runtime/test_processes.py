@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import autopar
 from autopar.bench.equal.run import quick_flags
 from autopar.bench.processes import deaths as measured_deaths
+from autopar.cli.launch import Launch, run
 
 SCRIPT = Path(__file__).parent / "launched_steps.py"
 
@@ -169,6 +170,59 @@ def test_the_last_line_of_process_0_comes_last_and_the_exit_status_is_that_of_th
     lines = [line for line in done.stdout.splitlines() if " of " in line]
     assert sorted(lines[:-1]) == ["first of 0 ['--own'] 6", "first of 1 ['--own'] 6", "last of 1"]
     assert lines[-1] == "last of 0"
+
+
+def test_a_process_whose_script_raises_ends_at_once_though_the_others_do_not(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax, time\n"
+        "if jax.process_index() == 1:\n"
+        "    raise ValueError('no data')\n"
+        "time.sleep(100)\n"
+        "print('waited for')\n"
+    )
+    assert run(Launch(str(script), (), 2, 1, grace=0.5)) == 1
+    printed = capfd.readouterr()
+    assert "ValueError: no data" in printed.err
+    assert printed.err.splitlines()[-1] == "autopar launch: process 1 of 2 failed with status 1"
+    assert "waited for" not in printed.out
+
+
+def test_what_a_script_leaves_running_does_not_keep_the_launch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        "print(left.pid)\n"
+    )
+    assert run(Launch(str(script), (), 1, 1)) == 0
+    os.kill(int(capfd.readouterr().out), signal.SIGKILL)  # it runs still
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_launch_with_all_processes(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "print('ready', os.getpid())\n"
+        "print('the last line is kept back', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    command = [sys.executable, "-m", "autopar.cli", "launch", "--processes", "1", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        pid = int(started.stdout.readline().removeprefix("ready "))
+        started.send_signal(number)
+        _, err = started.communicate(timeout=60)
+    assert started.returncode == 128 + number
+    assert f"autopar launch: {number.name} is passed on to 1 of 1 processes" in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_planning_may_be_the_first_that_a_script_does_with_jax(tmp_path: Path) -> None:
