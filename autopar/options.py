@@ -89,6 +89,11 @@ class Settings:
     per_microbatch: tuple[str, ...] = ()
 
     @property
+    def mesh_axes(self) -> Mapping[str, int]:
+        """Axis name -> size of the mesh of the plan, or to plan for; empty: not known before the search."""
+        return self.plan.mesh if self.plan is not None and self.mesh is None else meshes.named_axes(self.mesh)
+
+    @property
     def pipelined(self) -> bool:
         """Several stages are asked for, by their number."""
         return isinstance(self.stages, int) and self.stages > 1

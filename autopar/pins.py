@@ -52,7 +52,7 @@ class Pins(dict[str, PartitionSpec]):
         fn, args, own = written(step, args)
         chosen = replace(own if own is not None and not options else for_function(settings(options), fn), pins=self)
         with as_arrays(args, {}, chosen.static_argnums) as arrays:
-            traced = trace(fn, *arrays.args, static_argnums=chosen.static_argnums)
+            traced = trace(fn, *arrays.args, static_argnums=chosen.static_argnums, mesh_axes=chosen.mesh_axes)
             return Pins(ordinary_pins(traced, chosen).pins or {})
 
     def __str__(self) -> str:

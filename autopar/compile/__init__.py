@@ -62,7 +62,7 @@ def plan_step(
     with collector_paused(), reporting(name_of(fn), s.progress) as report:
         begin = time.perf_counter()
         report("tracing")
-        traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
+        traced = trace(fn, *args, static_argnums=s.static_argnums, mesh_axes=s.mesh_axes, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
         _check_attention(name_of(fn), traced.graph, s, local)
         if not local:

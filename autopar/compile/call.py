@@ -105,7 +105,7 @@ def _retraced(call: Call, s: Settings, avals: Sequence[Any], changed: str) -> Ca
     given = arguments.merge_static(call.args, s.static_argnums, positional)
     try:
         with arguments.node_context((positional, keywords)):
-            traced = trace(call.fn, *given, static_argnums=s.static_argnums, **keywords)
+            traced = trace(call.fn, *given, static_argnums=s.static_argnums, mesh_axes=s.mesh_axes, **keywords)
     except Exception as error:  # whatever the function raises for what it was not written for
         raise TraceError(f"{name_of(call.fn)} does not take {changed}: {error}") from error
     if traced.out_tree != before.out_tree or match_state(traced.graph) != match_state(before.graph):

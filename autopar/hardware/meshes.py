@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar import jax_compat
 from autopar.errors import MeshError
-from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, Cluster, LogicalMesh
 
 #: The cluster whose costs a mesh has if its devices are absent and no cluster is given.
 DEFAULT_PRESET = "dgx-h100"
@@ -74,6 +74,18 @@ def axes(mesh: Any) -> Mapping[str, int] | tuple[int, ...]:
     """Axes of a mesh, name -> size, or sizes where it has no names; () for None. Raises MeshError if it is no mesh."""
     sizes, names, _ = _read(mesh)
     return dict(zip(names, sizes or (), strict=True)) if names is not None else sizes or ()
+
+
+def named_axes(mesh: Any) -> Mapping[str, int]:
+    """Axes of a mesh, name -> size, with default names where it has none; empty for None.
+
+    Raises:
+        MeshError: it is no mesh, or has more axes without names than there are default names.
+    """
+    sizes, names, _ = _read(mesh)
+    if names is None and len(sizes or ()) > len(DEFAULT_AXIS_NAMES):
+        raise MeshError(f"mesh={mesh!r:.60} has {len(sizes or ())} axes: name them, as in {{name: size}}")
+    return dict(zip(names or DEFAULT_AXIS_NAMES, sizes or (), strict=False))
 
 
 def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, Any]:

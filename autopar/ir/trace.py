@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -61,12 +62,27 @@ class Traced:
         return leaves
 
 
-def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = (), **kwargs: Any) -> Traced:
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    static_argnums: Sequence[int] = (),
+    mesh_axes: Mapping[str, int] = MappingProxyType({}),
+    **kwargs: Any,
+) -> Traced:
     """Trace `fn` on arrays or ShapeDtypeStructs; `autopar.ir.arguments` converts other arguments.
+
+    Args:
+        fn: the function.
+        *args: its arguments.
+        static_argnums: positions of arguments that are no arrays.
+        mesh_axes: axis name -> size of the mesh to plan for, whose axes a `with_sharding_constraint` with a bare
+            PartitionSpec may name; empty: not known.
+        **kwargs: keyword arguments of `fn`.
 
     Raises:
         ArgumentError: an argument leaf is neither an array nor a number.
-        PinError: arguments are on different Explicit meshes.
+        PinError: arguments are on different Explicit meshes; or a `with_sharding_constraint` has a bare PartitionSpec
+            and no mesh is known, names an axis that the mesh lacks, or does not fit its value.
         TraceError: the function has ordered side effects, leaks tracers, branches on traced values, uses an axis name
             that is not bound, changes an argument such that the change is lost, or returns something that is not an
             array.
@@ -91,7 +107,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
         return _checked_results(arguments.from_step(pure, step_arguments, result), _name(fn)), written
 
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
-    jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
+    jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn), mesh_axes)
     jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
     _check_leaks(jaxpr, traces[-1], fn)
     jaxpr = jaxpr if mesh is None else explicit.to_auto_axes(jaxpr)
@@ -181,15 +197,27 @@ def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) -> tuple[Any, Any]:
-    try:
+def _make_jaxpr(
+    flat: Callable[..., Any], abstract: Sequence[Any], name: str, mesh_axes: Mapping[str, int]
+) -> tuple[Any, Any]:
+    def made() -> tuple[Any, Any]:
         try:
-            jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
+            return jax.make_jaxpr(flat, return_shape=True)(*abstract)
         except RuntimeError as error:
             if not jax_compat.lacks_cudnn(error):
                 raise
             with jax_compat.described_gpu():  # a GPU need not be at hand to plan for one
-                jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
+                return jax.make_jaxpr(flat, return_shape=True)(*abstract)
+
+    try:
+        try:
+            jaxpr, out_shape = made()
+        except Exception as error:
+            # a mesh in force changes the types of all values: it is set for programs that need one alone
+            if not (mesh_axes and jax_compat.lacks_mesh(error)):
+                raise
+            with jax_compat.abstract_mesh_in_force(tuple(mesh_axes.values()), tuple(mesh_axes)):
+                jaxpr, out_shape = made()
     except _NEEDS_VALUE as error:
         detail = str(error).split("\n")[0].rstrip(".")
         raise TraceError(
@@ -219,12 +247,46 @@ def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) ->
             f"{name} does not fit the shardings that its types carry{_user_line(error)}: {error}. Say what is wanted "
             "with jax.sharding.reshard or out_sharding, or pass arrays on a mesh with Auto axes."
         ) from error
+    except Exception as error:
+        wrong = _wrong_constraint(error)
+        if wrong is None:
+            raise
+        raise PinError(f"{name}: {wrong}") from error
     if jax_compat.has_ordered_effects(jaxpr):
         raise TraceError(
             f"{name} has ordered side effects ({', '.join(jax_compat.effect_names(jaxpr))}){_first_effect(jaxpr)}, "
             "which JAX runs on one device only. Use ordered=False."
         )
     return jaxpr, out_shape
+
+
+def _wrong_constraint(error: Exception) -> str | None:
+    """What is wrong with the `with_sharding_constraint` that raised an error of JAX; None for another error."""
+    mistake = jax_compat.constraint_mistake(error)
+    if mistake is None:
+        return None
+    detail = str(error).split("\n")[0].rstrip(".")
+    return f"with_sharding_constraint{_user_line(error)} {_CONSTRAINT_MISTAKES[mistake]}".replace("{detail}", detail)
+
+
+#: Kind of mistake of `jax_compat.constraint_mistake` -> what to say.
+_CONSTRAINT_MISTAKES: Mapping[str, str] = MappingProxyType(
+    {
+        "no mesh": (
+            "has a PartitionSpec, and no mesh has its axes: give the mesh to plan for, such as "
+            "mesh={'data': 4, 'model': 2}, or set one with jax.set_mesh, or constrain with NamedSharding(mesh, spec)"
+        ),
+        "axis": (
+            "names an axis that the mesh lacks: {detail}. Name axes of the mesh, or give a mesh with those that the "
+            "step names"
+        ),
+        "explicit": (
+            "names Explicit axes, along which JAX lets it only assert what the type says. Move the value with "
+            "jax.sharding.reshard, which is a pin, or make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
+        ),
+        "other": "does not fit its value: {detail}",
+    }
+)
 
 
 def _flax_trace_errors() -> tuple[type[Exception], ...]:

@@ -464,6 +464,41 @@ def automatic_axes() -> Iterator[None]:
         yield
 
 
+def abstract_mesh_in_force(sizes: Sequence[int], names: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a mesh without devices is in force, with Auto axes of these sizes. Tried on 0.10.2 and 0.12.0."""
+    return jax.sharding.use_abstract_mesh(auto_abstract_mesh(sizes, names))
+
+
+#: Kind of mistake -> what the message has. The first that fits holds.
+_CONSTRAINT_MESSAGES = (
+    ("no mesh", "with_sharding_constraint requires a non-empty mesh"),
+    ("axis", "Resource axis: "),
+    ("explicit", "with_sharding_constraint can only refer to Auto axes"),
+    ("explicit", "`with_sharding_constraint` acts as an assert"),
+    ("other", "with_sharding_constraint"),
+    ("other", "A single shardings specification can map every mesh axis to at most one"),
+    ("other", "shardings leaf specifications are expected to be PartitionSpec"),
+)
+
+
+def constraint_mistake(error: Exception) -> str | None:
+    """The kind of mistake that JAX found in a `with_sharding_constraint`; None if the error is another.
+
+    "no mesh": a PartitionSpec without a mesh; "axis": an axis that the mesh lacks; "explicit": Explicit axes; "other".
+    Tried on 0.10.2 and 0.12.0.
+    """
+    text = str(error)
+    return next((kind for kind, part in _CONSTRAINT_MESSAGES if part in text), None)
+
+
+def lacks_mesh(error: Exception) -> bool:
+    """Whether a `with_sharding_constraint` failed for want of a mesh with Auto axes and its names.
+
+    True only if no mesh is set (`jax.set_mesh`). One in force by `with mesh:` alone gives way to another.
+    """
+    return jax.sharding.get_abstract_mesh().empty and constraint_mistake(error) in ("no mesh", "axis", "explicit")
+
+
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """Inside, no mesh that the user set is in force, so that programs may run on some of its devices.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from autopar import jax_compat
 from autopar.argnums import batch_positions
 from autopar.errors import ArgumentError, DifferenceError
 from autopar.hardware.cluster import Cluster
@@ -215,14 +216,20 @@ class SingleDevice:
 def _one_device_mesh(device: Any) -> AbstractContextManager[Any]:
     """A context with a mesh of one device, with the axes of the mesh that is set; none if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return nullcontext()
-    devices = np.array([device]).reshape((1,) * len(mesh.axis_names))
-    return jax.set_mesh(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
+    return nullcontext() if mesh.empty else jax.set_mesh(_of_one_device(device, mesh.axis_names, mesh.axis_types))
+
+
+def _of_one_device(device: Any, names: Sequence[str], types: Sequence[Any] | None = None) -> Mesh:
+    devices = np.array([device]).reshape((1,) * len(names))
+    return jax_compat.auto_mesh(devices, names) if types is None else Mesh(devices, names, axis_types=tuple(types))
 
 
 def _compile_single(
-    fn: Callable[..., Any], array_args: ArrayArguments, leaves: Sequence[Any], static: Sequence[int]
+    fn: Callable[..., Any],
+    array_args: ArrayArguments,
+    leaves: Sequence[Any],
+    static: Sequence[int],
+    mesh_axes: Mapping[str, int],
 ) -> SingleDevice:
     def flat(*leaves: Any) -> Any:
         pure = jax.tree.unflatten(array_args.tree, leaves)
@@ -234,9 +241,17 @@ def _compile_single(
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type) for a in avals]
     with _one_device_mesh(device):
         try:
-            return SingleDevice(device, jax.jit(flat).lower(*shapes).compile())
+            try:
+                return SingleDevice(device, jax.jit(flat).lower(*shapes).compile())
+            except (RuntimeError, ValueError) as error:
+                if not (mesh_axes and jax_compat.lacks_mesh(error)):
+                    raise
+                with jax.set_mesh(_of_one_device(device, tuple(mesh_axes))):
+                    return SingleDevice(device, jax.jit(flat).lower(*shapes).compile())
         except RuntimeError as error:
-            op = attention_of_cudnn(trace(fn, *array_args.args, static_argnums=static, **array_args.kwargs).graph)
+            op = attention_of_cudnn(
+                trace(fn, *array_args.args, static_argnums=static, mesh_axes=mesh_axes, **array_args.kwargs).graph
+            )
             if op is None or device.platform == "gpu":
                 raise
             raise needs_gpu(name_of(fn), op, f"the devices here are of the kind '{device.platform}'") from error
@@ -256,16 +271,16 @@ def _fit_one_device(
 ) -> tuple[list[Any], SingleDevice, tuple[str, ...]]:
     """Argument leaves that fit one device, the step compiled for it, and a note on the batch if it is smaller."""
     limit = (s.cluster or Cluster.local()).device.memory_bytes
-    single = _compile_single(fn, array_args, array_args.leaves, s.static_argnums)
+    single = _compile_single(fn, array_args, array_args.leaves, s.static_argnums, s.mesh_axes)
     if single.nbytes <= limit:
         return array_args.leaves, single, ()
-    traced = trace(fn, *array_args.args, static_argnums=s.static_argnums)
+    traced = trace(fn, *array_args.args, static_argnums=s.static_argnums, mesh_axes=s.mesh_axes)
     graph, positions = traced.graph, batch_positions(traced, s)
     extents = {graph.types[graph.inputs[i]].shape[0] for i in positions}
     fewest = single.nbytes / limit  # a lower bound: only the batch gets smaller
     for parts in (n for n in _divisors(math.gcd(*extents), s.num_microbatches) if n >= fewest):
         leaves = [x[: x.shape[0] // parts] if i in positions else x for i, x in enumerate(array_args.leaves)]
-        single = _compile_single(fn, array_args, leaves, s.static_argnums)
+        single = _compile_single(fn, array_args, leaves, s.static_argnums, s.mesh_axes)
         if single.nbytes <= limit:
             examples = ", ".join(f"{n // parts} of {n}" for n in sorted(extents))
             return leaves, single, (f"with a batch of {examples} examples, which one device has room for",)

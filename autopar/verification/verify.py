@@ -129,7 +129,7 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     fn, args, chosen = written(fn, args)
     static, names = (chosen.static_argnums, chosen.static_argnames) if chosen else ((), ())
     with as_arrays(args, kwargs, static, names) as array_args:
-        traced = _traced(fn, array_args, static)
+        traced = _traced(fn, array_args, static, plan)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         op = attention_of_cudnn(traced.graph)
         if op is not None and platform != "gpu":
@@ -165,13 +165,14 @@ def verify_compiled(step: CompiledStep, fn: Callable[..., Any], *args: Any, **kw
     fn, args, chosen = written(fn, args)
     static, names = (chosen.static_argnums, chosen.static_argnames) if chosen else ((), ())
     with as_arrays(args, kwargs, static, names) as array_args:
-        traced = apply_rewrites(_traced(fn, array_args, static), step.plan)
+        traced = apply_rewrites(_traced(fn, array_args, static, step.plan), step.plan)
     axes = Axes(step.plan.mesh_names, step.plan.mesh_sizes)
     return _report(step.plan, traced.graph, read(step.programs["step"], axes, traced.graph), "cpu")
 
 
-def _traced(fn: Callable[..., Any], array_args: ArrayArguments, static: Sequence[int]) -> Traced:
-    return trace(array_args.step(fn), *array_args.args, static_argnums=static, **array_args.kwargs)
+def _traced(fn: Callable[..., Any], array_args: ArrayArguments, static: Sequence[int], plan: Plan) -> Traced:
+    step = array_args.step(fn)
+    return trace(step, *array_args.args, static_argnums=static, mesh_axes=plan.mesh, **array_args.kwargs)
 
 
 def _report(plan: Plan, graph: Graph, program: Emitted, target: str) -> Report:

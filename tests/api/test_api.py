@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 import autopar
 from autopar.api import gather, parallelize
 from autopar.bench.equal.case import dear
-from autopar.errors import ArgumentError, AutoparWarning, MeshError
+from autopar.errors import ArgumentError, AutoparWarning, MeshError, PinError
 from autopar.hardware.cluster import Cluster
+from autopar.ir.trace import trace
 from autopar.plans.plan import Plan
 from tests.programs.steps import array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
@@ -284,6 +285,75 @@ def test_the_mesh_of_a_constraint_is_planned_for_where_none_is_given() -> None:
     run = parallelize(step, donate_argnums=())
     assert run.plan(*args).mesh == {"data": 2, "model": 4}
     assert_equal(run(*args), jax.jit(step)(*args))
+
+
+CONSTRAINED_MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def constrained(spec: Any, mesh: Any = None) -> Any:
+    """A step whose hidden layer is constrained to a bare PartitionSpec, or to one on a mesh."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = jax.lax.with_sharding_constraint(
+                jnp.tanh(x @ w[0]), spec if mesh is None else NamedSharding(mesh, spec)
+            )
+            return jnp.sum((h @ w[1]) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return [p - 0.1 * g for p, g in zip(w, gradient, strict=True)], value
+
+    return step
+
+
+CONSTRAINED = ([array(8, 16), array(16, 8)], array(16, 8))
+
+
+@pytest.mark.core
+def test_a_constraint_with_a_bare_spec_is_a_pin_on_the_mesh_that_is_planned_for() -> None:
+    bare, named = constrained(P("model", "data")), constrained(P("model", "data"), CONSTRAINED_MESH)
+    mesh = {"data": 4, "model": 2}
+    plans = [autopar.plan(step, *CONSTRAINED, mesh=mesh, cluster="dgx-h100") for step in (bare, named)]
+    pinned = [op.outputs[0] for op in trace(bare, *CONSTRAINED, mesh_axes=mesh).graph.walk() if "constraint" in op.name]
+    assert [plans[0].stages[0].values[value] for value in pinned] == [(1, 0), (1, 0)]  # forward and backward
+    assert plans[0].step_time_s == plans[1].step_time_s
+    assert autopar.verify(plans[0], bare, *CONSTRAINED).ok
+    expected = jax.jit(
+        constrained(P("model", "data"), jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2))
+    )(*CONSTRAINED)
+    for options in ({}, {"stages": 2, "num_microbatches": 2}):
+        assert_equal(parallelize(bare, mesh=mesh, donate_argnums=(), **options)(*CONSTRAINED), expected)
+    unnamed = parallelize(constrained(P("x", "y")), mesh=(4, 2), donate_argnums=())
+    assert_equal(unnamed(*CONSTRAINED), expected)
+    assert autopar.check(bare, *CONSTRAINED, mesh=mesh).ok
+
+
+LINE = r"with_sharding_constraint at test_api\.py:\d+"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("spec", "mesh", "message"),
+    [
+        (P("data"), None, rf"{LINE} has a PartitionSpec, and no mesh has its axes: give the mesh .* mesh=\{{'data': 4"),
+        (P("rows"), {"data": 4}, rf"{LINE} names an axis that the mesh lacks: .*rows.*\('data',\)\. Name axes of"),
+        (P(None, None, "data"), {"data": 4}, rf"{LINE} does not fit its value: .*"),
+        (P("data", "data"), {"data": 4}, rf"{LINE} does not fit its value: .*duplicate entries for `data`"),
+        ("data", {"data": 4}, rf"{LINE} does not fit its value: .*PartitionSpec.*got data"),
+    ],
+    ids=str,
+)
+def test_a_constraint_that_fits_no_mesh_is_named_with_its_line(spec: Any, mesh: Any, message: str, stages: int) -> None:
+    with pytest.raises(PinError, match=message):
+        autopar.plan(constrained(spec), *CONSTRAINED, mesh=mesh, cluster="cpu-host", stages=stages)
+
+
+def test_a_constraint_over_explicit_axes_says_what_to_do() -> None:
+    with (
+        jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))),
+        pytest.raises(PinError, match=rf"{LINE} names Explicit axes, .*jax\.sharding\.reshard, which is a pin, or"),
+    ):
+        autopar.plan(constrained(P("data")), *CONSTRAINED, mesh={"data": 8})
 
 
 # Arrays that lie somewhere already

@@ -61,7 +61,7 @@ SETTINGS: Mistakes = (
         "cluster too small for the mesh",
         lambda: autopar.plan(product, W, X, cluster=Cluster.preset("dgx-h100"), mesh=(4, 4)),
         MeshError,
-        r"Mesh sizes \(4, 4\) multiply to 16, but cluster 'dgx-h100' has 8 devices \(1 x 8\)\.",
+        r"Mesh sizes \(4, 4\) multiply to 16, but cluster 'dgx-h100' has 8 devices \(1 x 8\)\. Sizes that fit: 8 or 2,4\.",
     ),
     (
         "mesh of another kind",
@@ -128,7 +128,7 @@ SETTINGS: Mistakes = (
         "latency as text",
         lambda: cluster_with(alpha="x"),
         ClusterError,
-        "alpha='x' must be a number of 0 or more, or one for each mesh axis.",
+        "alpha='x' must be a number of seconds from 0 to 1, such as 5e-6 for 5 us, or one for each mesh axis.",
     ),
     (
         "latency that is no number",
@@ -140,25 +140,25 @@ SETTINGS: Mistakes = (
         "bandwidth below zero",
         lambda: cluster_with(memory_bandwidth=-1.0),
         ClusterError,
-        r"Device 'custom device': memory_bandwidth=-1\.0 must be a number above 0\.",
+        r"Device 'custom device': memory_bandwidth=-1\.0 must be a number of bytes/s, .*",
     ),
     (
         "no bandwidth",
         lambda: cluster_with(memory_bandwidth=None),
         ClusterError,
-        r"Device 'custom device': memory_bandwidth=None must be a number above 0\.",
+        r"Device 'custom device': memory_bandwidth=None must be a number of bytes/s, .*",
     ),
     (
         "no rates",
         lambda: cluster_with(peak_flops={}),
         ClusterError,
-        r"Device 'custom device': peak_flops=\{\} must be flop/s above 0 by dtype\.",
+        r"Device 'custom device': peak_flops=\{\} must be FLOP/s by dtype, .*",
     ),
     (
         "infinite memory",
         lambda: cluster_with(memory_bytes=float("inf")),
         ClusterError,
-        r"Device 'custom device': memory_bytes=inf must be a number of 0 or more\.",
+        r"Device 'custom device': memory_bytes=inf must be a number of bytes, .*",
     ),
     (
         "cluster shape as text",
