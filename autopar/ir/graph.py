@@ -237,6 +237,11 @@ class Graph:
         return iter(self._all)
 
     @cached_property
+    def kept(self) -> dict[Any, dict[Any, Any]]:
+        """What passes found in the graph, by function and its other arguments (`autopar.ir.on_graph`)."""
+        return {}
+
+    @cached_property
     def _all(self) -> tuple[Op, ...]:
         return tuple(inner for op in self.ops for inner in op.walk())
 

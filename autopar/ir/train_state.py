@@ -10,10 +10,10 @@ A moment of the optimizer belongs to the parameter whose path ends as its own do
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 
 from autopar.ir.graph import Graph
+from autopar.ir.on_graph import cached_on_graph
 
 #: Parts of paths that mark optimizer state: fields of optax's states, and usual names of arguments.
 OPTIMIZER_NAMES = ("mu", "nu", "opt", "opt_state", "trace")
@@ -21,7 +21,7 @@ OPTIMIZER_NAMES = ("mu", "nu", "opt", "opt_state", "trace")
 FLOATING = ("float", "bfloat", "complex")
 
 
-@lru_cache(maxsize=4)  # several passes call it for one graph
+@cached_on_graph
 def match_state(graph: Graph) -> Mapping[int, int]:
     """Results that carry an argument into the next step: output position -> input position.
 

@@ -19,6 +19,7 @@ from typing import Any
 from autopar import jax_compat, parallel_map
 from autopar.errors import RuleError
 from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.op_sets import (
     ATTENTION,
     CALLBACKS,
@@ -105,7 +106,7 @@ def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mappi
     return _rules_of(graph, tuple(sorted(registered.items())))
 
 
-@lru_cache(maxsize=4)
+@cached_on_graph
 def _rules_of(graph: Graph, registered: tuple[tuple[str, str], ...]) -> Mapping[int, Rule]:
     return _reader().read(graph, dict(registered))
 

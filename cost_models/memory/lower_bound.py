@@ -9,12 +9,11 @@ much, and more where it keeps copies; that is enough to tell a step that fits fr
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from autopar.ir.graph import Graph
+from autopar.ir.on_graph import cached_on_graph
 
 
-@lru_cache(maxsize=4)  # asked again for every way to plan a step
+@cached_on_graph
 def written_bytes(graph: Graph) -> int:
     """Most bytes alive at once, of all devices together."""
     arguments = {*graph.inputs, *(v for v, _ in graph.constants)}

@@ -27,12 +27,13 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from autopar.cost_models.flops import work
 from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
 from autopar.ir.problem import Floats, Ints
 from autopar.ir.train_state import match_state
@@ -100,7 +101,7 @@ class Layers:
         )
 
 
-@lru_cache(maxsize=4)  # called again for every choice of rematerialisation policies
+@cached_on_graph
 def find(graph: Graph) -> Layers:
     """The layers of a program; none if it has no forward operation."""
     chain = _Chain.of(graph)
@@ -165,7 +166,7 @@ class _Chain:
     last_reader: Mapping[int, int]
 
     @staticmethod
-    @lru_cache(maxsize=4)
+    @cached_on_graph
     def of(graph: Graph) -> _Chain:
         positions = tuple(i for i, op in enumerate(graph.ops) if op.phase == "forward")
         ops = tuple(graph.ops[i] for i in positions)
@@ -201,7 +202,7 @@ def _body_code(region: Region) -> Hashable:
     return tuple(map(_op_code, region.ops))
 
 
-@lru_cache(maxsize=4)
+@cached_on_graph
 def _roots(graph: Graph) -> Mapping[int, frozenset[int]]:
     """Value that depends on constants and state alone -> the state it depends on."""
     roots = {graph.inputs[i]: frozenset([graph.inputs[i]]) for i in match_state(graph).values()}

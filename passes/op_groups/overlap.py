@@ -16,15 +16,15 @@ the next pass of the stage waits for the sum of each pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from autopar.cost_models.sharding.groups import Overlap
 from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Graph
+from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.train_state import match_state
 
 
-@lru_cache(maxsize=4)  # the same for every mesh
+@cached_on_graph
 def find(graph: Graph) -> Overlap:
     """The collectives of a program that can overlap: all-gathers to prefetch and reductions to defer."""
     update = frozenset(op.index for op in graph.walk() if op.phase == "update")

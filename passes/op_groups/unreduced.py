@@ -27,10 +27,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Repeats
+from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.op_sets import ADDITIONS, PRODUCTS, RELAYOUTS
 from autopar.jax_compat import REMAT, scan_counts
 
@@ -99,7 +100,7 @@ class _Body:
         return body
 
 
-@lru_cache(maxsize=4)  # the same for every mesh
+@cached_on_graph
 def find(graph: Graph) -> Deferral:
     """The operations of a program that may have partial sums as results or operands."""
     marks = _Marks()

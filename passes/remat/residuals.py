@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
@@ -123,7 +124,7 @@ class LayeredProgram:
         return self.graph.ops[position].phase if position < len(self.graph.ops) else "result"
 
 
-@lru_cache(maxsize=4)  # called again for every choice of policies
+@cached_on_graph
 def layered(graph: Graph) -> LayeredProgram:
     return LayeredProgram(graph, layers_pass.find(graph))
 

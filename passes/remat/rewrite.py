@@ -25,13 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
 
 from networkx.utils import UnionFind
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.ir.graph import Graph, Op
+from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
@@ -56,7 +56,7 @@ def rewrite(graph: Graph, policies: Sequence[str]) -> Graph:
     return graph if all(p == NONE for p in policies) else _rewritten(graph, tuple(policies))
 
 
-@lru_cache(maxsize=4)  # called again for every mesh, and by the inter-operator search
+@cached_on_graph
 def _rewritten(graph: Graph, policies: tuple[str, ...]) -> Graph:
     layers = layered(graph).layers
     if len(policies) != len(layers.layers) or any(p not in POLICIES for p in policies):
