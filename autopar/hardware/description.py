@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from autopar.errors import ClusterError
+from autopar.hardware.dtypes import rate
 from autopar.hardware.figures import (
     BANDWIDTH,
     COUNT,
@@ -79,8 +80,8 @@ class Device:
         check(f"Device {self.name!r:.60}", self, DEVICE)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for a dtype name; the slowest listed rate for a dtype that is not listed."""
-        return self.peak_flops.get(dtype) or min(self.peak_flops.values())
+        """FLOP/s for a dtype name; for one that is not listed, of the next wider one -> `autopar.hardware.dtypes`."""
+        return rate(self.peak_flops, dtype)
 
 
 #: Field of `Device` -> the rule for its value.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -128,8 +129,25 @@ def test_custom_takes_scalars_and_sequences() -> None:
         Cluster.custom((4, 2), 1e-6, (1e-9, 1e-9, 1e-9), 1e14, 1e12, 1)
 
 
-def test_peak_of_an_unlisted_dtype_is_the_slowest() -> None:
-    assert (DEVICE.peak("bfloat16"), DEVICE.peak("int32")) == (2e12, 1e12)
+@pytest.mark.parametrize(
+    ("dtype", "wider", "share"),
+    [
+        ("bfloat16", "bfloat16", 1),
+        ("float16", "float32", 1),  # bfloat16 has fewer digits
+        ("float8_e5m2", "bfloat16", 1),
+        ("float8_e4m3fn", "float32", 1),
+        ("int4", "int8", 1),
+        ("uint8", "int8", 1),
+        ("bool", "int8", 1),
+        ("complex64", "float32", 4),
+        ("int16", "float64", 1),  # no wider integers are listed: the slowest
+        ("key<fry>", "float64", 1),
+    ],
+)
+def test_peak_of_an_unlisted_dtype_is_that_of_the_next_wider_one(dtype: str, wider: str, share: int) -> None:
+    rates = {"float64": 1.0, "float32": 100.0, "bfloat16": 200.0, "int8": 400.0}
+    device = dataclasses.replace(DEVICE, peak_flops=rates)
+    assert device.peak(dtype) == device.peak(wider) / share
 
 
 @pytest.mark.parametrize(("n", "network"), [(8, "ring"), (8, "line"), (12, "ring"), (16, "ring")])
