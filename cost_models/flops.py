@@ -13,7 +13,7 @@ from autopar.cost_models.compute import conv_flops
 from autopar.cost_models.kernels import KERNELS, kernel_flops
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
 from autopar.ir.jaxpr.kernel_work import dot_flops
-from autopar.ir.op_sets import ALL_PRODUCTS, RAGGED_PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, RAGGED_PRODUCTS, XLA_RAGGED_PRODUCTS
 from autopar.rules.manual import MANUAL, call_of
 from autopar.rules.ragged import batches_rows
 
@@ -48,9 +48,9 @@ def _ragged_flops(op: Op, operands: Sequence[Type]) -> int:
 def executed_flops(op: Op, operands: Sequence[Type], results: Sequence[Type], *, masks_groups: bool) -> float:
     """`flops` as a backend executes them.
 
-    `masks_groups`: products over groups of rows multiply all rows once for each group.
+    `masks_groups`: products over groups of rows multiply all rows once for each group, where no kernel does them.
     """
-    masks = masks_groups and op.name in RAGGED_PRODUCTS and not batches_rows(op.params)
+    masks = masks_groups and op.name in XLA_RAGGED_PRODUCTS and not batches_rows(op.params)
     return flops(op, operands, results) * (operands[2].shape[-1] if masks else 1)
 
 

@@ -70,6 +70,7 @@ KERNEL_SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama3-splash": {**SIZES["llama3"], **LONG, "kv_heads": 2},
     "moe-splash": {**SIZES["moe"], **LONG},
     "moe-dropless": {**SIZES["moe"], "dropless": True},
+    "moe-megablox": {**SIZES["moe"], "megablox": True},
 }
 
 #: Platform -> what prices the plans.

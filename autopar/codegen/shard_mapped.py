@@ -19,7 +19,7 @@ from autopar.codegen.context import Context
 from autopar.errors import RuleError
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, Layout, replicated, spec
-from autopar.ir.op_sets import ATTENTION, RAGGED_PRODUCTS
+from autopar.ir.op_sets import ATTENTION, MEGABLOX_PRODUCTS, RAGGED_PRODUCTS
 from autopar.rules import SHARD_MAPPED, context_parallel, convolutions, cudnn, pallas, partitioned, ragged
 from autopar.rules.manual import MANUAL
 
@@ -129,10 +129,10 @@ def _bind_attention(context: Context, op: Op) -> Callable[[Sequence[Any]], Seque
 def _bind_ragged(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Binds a product over groups of rows per device, on the groups of its rows; partial sums are reduced there.
 
-    What is cut by a rule of the user's is left to XLA.
+    What is cut by a rule of the user's is left to XLA. XLA cannot partition a kernel, which runs per device uncut too.
     """
     rule, axes = context.rules[op.signature], _cut_factors(context, op)
-    if not axes or rule.origin == "user":
+    if rule.origin == "user" or not (axes or op.name in MEGABLOX_PRODUCTS):
         return partial(jax_compat.bind, op.equation)
     dimension = ragged.ragged_dimension(op.params)
     rows = tuple(name for name, factor in axes.items() if factor == rule.operands[0][dimension])
@@ -143,10 +143,10 @@ def _bind_ragged(context: Context, op: Op) -> Callable[[Sequence[Any]], Sequence
     if scattered != REPLICATED:
         layout[context.names.index(summed[0])] = scattered
 
-    def run(left: Any, right: Any, sizes: Any) -> list[Any]:
+    def run(left: Any, right: Any, sizes: Any, *more: Any) -> list[Any]:
         if rows:
             sizes = ragged.block_sizes(sizes, jax.lax.axis_index(rows), left.shape[dimension])
-        (product,) = jax_compat.bind(op.equation, (left, right, sizes))
+        (product,) = jax_compat.bind(op.equation, (left, right, sizes, *more))
         if scattered != REPLICATED:
             return [jax.lax.psum_scatter(product, summed, scatter_dimension=scattered, tiled=True)]
         return [jax.lax.psum(product, summed) if summed else product]

@@ -29,8 +29,9 @@ from autopar.compile.searched_stages import excludes_search, search_stages, sear
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import ArgumentError, TraceError
 from autopar.explain.origin import StepOrigin
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.graph import verify as verify_graph
+from autopar.ir.op_sets import MEGABLOX_PRODUCTS
 from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
 from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
@@ -160,13 +161,20 @@ def _check_tpu_kernels(name: str, graph: Graph, s: Settings) -> None:
     """TraceError for a Pallas kernel that is written for TPUs, in a plan for GPUs."""
     if s.cluster is None or backend_of(s.cluster.device).name != "gpu":
         return
-    op = next((op for op in graph.walk() if op.name == "pallas_call" and jax_compat.is_tpu_kernel(op.params)), None)
+    op = next((op for op in graph.walk() if _is_tpu_kernel(op)), None)
     if op is not None:
         raise TraceError(
             f"{name} uses a Pallas kernel for TPUs{f' at {op.source}' * bool(op.source)}, and '{s.cluster.name}' has "
             f'{s.cluster.device.name}. Plan for TPUs, as with cluster="tpu-v5p", or use another kernel, such as '
             'jax.nn.dot_product_attention(..., implementation="cudnn")'
         )
+
+
+def _is_tpu_kernel(op: Op) -> bool:
+    """Whether an operation is a kernel for TPUs that is not interpreted."""
+    if op.name in MEGABLOX_PRODUCTS:
+        return not op.params["interpret"]
+    return op.name == "pallas_call" and jax_compat.is_tpu_kernel(op.params)
 
 
 def _check_sizes(name: str, graph: Graph) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 #: Operations on the matrix unit: the FLOPs that the usual formulas for transformers count.
 PRODUCTS = ("dot_general", "conv_general_dilated")
-#: The same over groups of rows.
-RAGGED_PRODUCTS = ("ragged_dot_general",)
+#: The same over groups of rows: of XLA, and of JAX's Pallas kernels for TPUs (`autopar.jax_compat.megablox`).
+XLA_RAGGED_PRODUCTS = ("ragged_dot_general",)
+MEGABLOX_PRODUCTS = ("megablox_product",)
+RAGGED_PRODUCTS = (*XLA_RAGGED_PRODUCTS, *MEGABLOX_PRODUCTS)
 ALL_PRODUCTS = (*PRODUCTS, *RAGGED_PRODUCTS)
 
 # Reductions

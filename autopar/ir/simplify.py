@@ -5,6 +5,8 @@
     cond            with a constant index: a call of the branch that it takes
     linear solve    a call of the solver; its other functions are for differentiation
     psum, pmax      over an axis of `jax.vmap`: a reduction over its dimension
+    megablox        JAX's kernels for products over groups of rows: a ragged product without its tables
+                    -> `autopar.jax_compat.megablox`
 
 A carry of a `while` is live if
 
@@ -24,6 +26,7 @@ from jax.extend.core.primitives import closed_call_p
 
 from autopar import jax_compat
 from autopar.ir.op_sets import KERNEL_CALLS
+from autopar.jax_compat import megablox
 
 
 def simplified(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -43,7 +46,9 @@ def _smaller(jaxpr: Any) -> Any | None:
     """A jaxpr without what the module's docstring lists, at any depth; None if it has none of it."""
     read = {id(v) for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))}
     alive = [e for e in jaxpr.eqns if not _is_dead_kernel(e, read)]
-    changed = {i: e for i, e in enumerate(_smaller_equation(e, read) for e in alive) if e is not None}
+    producers = {v: e for e in alive for v in e.outvars}
+    smaller = (megablox.as_product(e, producers) or _smaller_equation(e, read) for e in alive)
+    changed = {i: e for i, e in enumerate(smaller) if e is not None}
     if not changed and len(alive) == len(jaxpr.eqns):
         return None
     return jaxpr.replace(eqns=[changed.get(i, e) for i, e in enumerate(alive)])

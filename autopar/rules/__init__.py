@@ -25,10 +25,12 @@ from autopar.ir.op_sets import (
     CALLBACKS,
     KERNEL_CALLS,
     LOGICAL_REDUCTIONS,
+    MEGABLOX_PRODUCTS,
     NUMERIC_REDUCTIONS,
     PRODUCTS,
     RAGGED_PRODUCTS,
 )
+from autopar.jax_compat import megablox
 from autopar.rules import cudnn, pallas, partitioned, ragged
 from autopar.rules.convolutions import CONVOLUTION, is_grouped
 from autopar.rules.notation import Rule, parse
@@ -203,7 +205,8 @@ def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str], un
     if op.name in ATTENTION:
         return cudnn.rule(op.name, op.params, operands, results)
     if op.name in RAGGED_PRODUCTS:
-        return ragged.rule(op.params, operands, results, graph.type_of(op.inputs[2]).dtype)
+        tile = megablox.row_tile(op.params) if op.name in MEGABLOX_PRODUCTS else 1
+        return ragged.rule(op.params, operands, results, graph.type_of(op.inputs[2]).dtype, tile)
     opaque = op.name in OPAQUE or op.equation.effects or _is_gathered(graph, op)
     return replicated_rule(operands, results) if opaque else None
 

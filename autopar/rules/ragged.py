@@ -1,4 +1,4 @@
-"""Products over groups of rows (`jax.lax.ragged_dot_general`): their rule, and the groups of a block of rows.
+"""Products over groups of rows (`jax.lax.ragged_dot_general`, megablox): their rule, and the groups of a block of rows.
 
     rows times a matrix of their group       m k, g k n, g -> m n
     contracted within each group             m k, m n, g -> g k n        (the gradient of the matrices)
@@ -11,11 +11,13 @@ sizes up to i. Of a block of rows a .. b - 1 it has
 
 rows, again one group after the other from the block's first row. So rows may be sharded, and so may every other
 dimension but that of the groups, whose matrices each device needs. XLA does not find this: on TPU it gathers the rows.
+Kernels multiply tiles of rows, and a device has whole tiles                         -> `autopar.jax_compat.megablox`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -50,13 +52,17 @@ def holds(dtype: str, number: int) -> bool:
     return bool(jnp.issubdtype(kind, jnp.integer)) and number <= jnp.iinfo(kind).max
 
 
-def rule(params: Mapping[str, Any], operands: Sequence[Dims], results: Sequence[Dims], dtype: str) -> Rule:
+def rule(
+    params: Mapping[str, Any], operands: Sequence[Dims], results: Sequence[Dims], dtype: str, tile: int = 1
+) -> Rule:
     """The rule of a product over groups.
 
     Args:
         params: of the operation.
-        operands, results: shapes of the two factors and of the sizes of the groups, and of the product.
+        operands, results: shapes of the two factors, of the sizes of the groups and of what else a kernel reads, and of
+            the product.
         dtype: of the sizes. Rows that it cannot count need replication.
+        tile: the number of rows of which a part has to be a multiple.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (contracted, contracted_right), (batch, batch_right) = numbers.dot_dimension_numbers
@@ -72,8 +78,11 @@ def rule(params: Mapping[str, Any], operands: Sequence[Dims], results: Sequence[
     sizes = [*_in_front(params, left), GROUPS] if len(operands[2]) > 1 else [GROUPS]
     rows = ragged_dimension(params)
     whole = [GROUPS] if holds(dtype, operands[0][rows]) else [GROUPS, left[rows]]
-    sides = ", ".join(" ".join(names) for names in (left, right, sizes))
-    return parse(f"{sides} -> {' '.join(result) or '()'} | keep {' '.join(whole)}", operands, results, "autopar")
+    rest = [["1"] * len(shape) for shape in operands[3:]]
+    sides = ", ".join(" ".join(names) for names in (left, right, sizes, *rest))
+    written = parse(f"{sides} -> {' '.join(result) or '()'} | keep {' '.join(whole)}", operands, results, "autopar")
+    factor = written.operands[0][rows]
+    return replace(written, sizes=tuple(n // tile if f == factor else n for f, n in enumerate(written.sizes)))
 
 
 def in_groups(params: Mapping[str, Any], rule: Rule) -> tuple[int, int]:

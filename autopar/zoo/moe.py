@@ -9,6 +9,7 @@ Tokens are cut into groups g of s tokens; each goes to its two best experts e, a
 
 The "-dropless" variants have no slots: rows are sorted by expert and multiplied in groups of any size
 (Gale et al., "MegaBlocks", 2023; `jax.lax.ragged_dot`)                                                     -> _dropless
+Those of the "-megablox" variants are multiplied by JAX's Pallas kernel for TPUs           -> autopar.zoo.layers.grouped
 
 The named sizes are those of the Alpa paper (Zheng et al., 2022), section 8, and of its public benchmark suite:
 sequence length 1024, vocabulary 32000, global batch 1024, groups of 2048 tokens, feed-forward factor 8 in routed and
@@ -30,7 +31,7 @@ from jax.sharding import PartitionSpec
 from autopar.errors import ArgumentError
 from autopar.zoo import gpt
 from autopar.zoo.layers import attention as attentions
-from autopar.zoo.layers import nn
+from autopar.zoo.layers import grouped, nn
 from autopar.zoo.model import (
     HALF,
     SINGLE,
@@ -69,6 +70,7 @@ class Config:
     attention: str = "naive"
     tied: bool = False
     dropless: bool = False
+    megablox: bool = False
     adafactor: bool = False
 
 
@@ -112,9 +114,14 @@ def build(name: str, config: Config) -> Model:
     attentions.check(
         name, config.attention, head=config.width // config.heads, seq=config.seq, dtype=config.precision.compute
     )
+    if config.megablox and config.precision.compute not in ("float32", "bfloat16"):
+        raise ArgumentError(
+            f"megablox of {name!r} takes float32 and bfloat16, and this model computes in {config.precision.compute}; "
+            "-dropless has any dtype"
+        )
     optimizer = optax.adafactor(1e-2) if config.adafactor else optax.adamw(3e-4)
     init, step = trainable(_params(config), partial(_loss, config), optimizer, config.precision.params)
-    blocks = DROPLESS_TABLE if config.dropless else BLOCK_TABLE
+    blocks = DROPLESS_TABLE if config.dropless or config.megablox else BLOCK_TABLE
     names = frozenset(blocks) if config.scan else frozenset[str]()
     table = with_layer_axis({**blocks, **gpt.EMBEDDING_TABLE}, names)
     notes = "Dimensions: Alpa (Zheng et al., 2022), section 8. Experts have no biases."
@@ -171,9 +178,10 @@ def _moe(config: Config, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Arr
     h = nn.layer_norm(x, params["ln2_scale"], params["ln2_bias"]).reshape(-1, size, config.width)
     wide = jnp.promote_types(h.dtype, jnp.float32)
     gates = jax.nn.softmax(nn.project(h, params["gate"]).astype(wide), -1)
-    if config.dropless:
+    if config.dropless or config.megablox:
         rows, weights = h.reshape(-1, config.width), gates.reshape(-1, config.experts)
-        return x + _dropless(params, rows, weights).reshape(x.shape), balance(gates)
+        product = grouped.megablox if config.megablox else jax.lax.ragged_dot
+        return x + _dropless(params, rows, weights, product).reshape(x.shape), balance(gates)
     combine = route(gates, max(1, 2 * size // config.experts))
     dispatch = (combine > 0).astype(h.dtype)
     inputs = jnp.einsum("gsec,gsd->egcd", dispatch, h)
@@ -183,14 +191,14 @@ def _moe(config: Config, params: Tree, x: jax.Array) -> tuple[jax.Array, jax.Arr
     return x + mixed.reshape(x.shape), balance(gates)
 
 
-def _dropless(params: Tree, x: jax.Array, gates: jax.Array) -> jax.Array:
+def _dropless(params: Tree, x: jax.Array, gates: jax.Array, product: grouped.Product) -> jax.Array:
     """The experts' outputs of rows x [T,D] by their two best gates of [T,E], normalised."""
     share, chosen = jax.lax.top_k(gates, CHOICES)
     share = (share / jnp.sum(share, -1, keepdims=True)).astype(x.dtype)
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=gates.shape[-1])
-    hidden = nn.gelu(jax.lax.ragged_dot(x[order // CHOICES], params["expert_in"].astype(x.dtype), sizes))
-    outputs = jax.lax.ragged_dot(hidden, params["expert_out"].astype(x.dtype), sizes)
+    hidden = nn.gelu(product(x[order // CHOICES], params["expert_in"].astype(x.dtype), sizes))
+    outputs = product(hidden, params["expert_out"].astype(x.dtype), sizes)
     return jnp.zeros_like(x).at[order // CHOICES].add(outputs * share.reshape(-1)[order][:, None])
 
 

@@ -67,7 +67,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-SUFFIXES = ("tied", "scan", "remat", "master", "dropless", "adafactor", "sgd")
+SUFFIXES = ("tied", "scan", "remat", "master", "dropless", "megablox", "adafactor", "sgd")
 
 TOYS: tuple[str, ...] = (
     "mlp-toy",
@@ -115,8 +115,9 @@ def build(
     Args:
         target: family-size, then any of "-tied", "-scan" (scanned over layers), "-remat" (blocks recomputed in the
             backward pass), "-master" (parameters of the computing dtype, with a float32 copy for the optimizer),
-            "-dropless" (experts of sorted rows instead of experts with slots), "-adafactor" and "-sgd" (the optimizers
-            that Alpa trained the MoE and the Wide-ResNet with).
+            "-dropless" (experts of sorted rows instead of experts with slots), "-megablox" (the same, multiplied by
+            JAX's kernel for TPUs), "-adafactor" and "-sgd" (the optimizers that Alpa trained the MoE and the
+            Wide-ResNet with).
         layers: number of blocks.
         batch: global batch, in sequences, images or rows.
         seq: tokens per sequence.

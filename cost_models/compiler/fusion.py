@@ -54,16 +54,17 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import (
-    ALL_PRODUCTS,
     BROADCASTS,
     COSTLY,
     ELEMENTWISE,
     JOINS,
+    PRODUCTS,
     RAGGED_PRODUCTS,
     REDUCTIONS,
     REORDERINGS,
     SINES,
     SLICES,
+    XLA_RAGGED_PRODUCTS,
 )
 
 LIGHT, REDUCTION, PRODUCT, KERNEL, LOOP, STORE = "light", "reduction", "product", "kernel", "loop", "store"
@@ -75,7 +76,7 @@ MOVES = (*BROADCASTS, *REORDERINGS, *SLICES, *JOINS, "split")
 KINDS: Mapping[str, str] = {
     **dict.fromkeys((*ELEMENTWISE, *MOVES), LIGHT),
     **dict.fromkeys(REDUCTIONS, REDUCTION),
-    **dict.fromkeys(ALL_PRODUCTS, PRODUCT),
+    **dict.fromkeys((*PRODUCTS, *XLA_RAGGED_PRODUCTS), PRODUCT),
 }
 #: The operations that count as kernels in bytes accessed.
 KERNELS = (

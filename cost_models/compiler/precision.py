@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from autopar import jax_compat
 from autopar.ir.graph import Graph, Op, Type
-from autopar.ir.op_sets import ALL_PRODUCTS
+from autopar.ir.op_sets import PRODUCTS, XLA_RAGGED_PRODUCTS
 
 
 def rounds(op: Op, operand: Type) -> bool:
     """True if default precision rounds this operand of an operation to bfloat16."""
-    if op.name not in ALL_PRODUCTS or operand.dtype != "float32":
+    if op.name not in (*PRODUCTS, *XLA_RAGGED_PRODUCTS) or operand.dtype != "float32":
         return False
     precision = op.params["precision"]
     return all(p is None or p.name == "DEFAULT" for p in (precision if isinstance(precision, tuple) else (precision,)))

@@ -29,7 +29,7 @@ from autopar.cost_models.compiler.compiled_program import RENAMINGS, Frame, Prog
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, PRODUCT, REDUCTION
 from autopar.cost_models.compiler.operands import add_normalized, broadcast, made_once, new_from, prepared
 from autopar.ir.graph import Atom, Graph, Op, Type
-from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, RAGGED_PRODUCTS, REDUCTIONS
+from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, REDUCTIONS, XLA_RAGGED_PRODUCTS
 from autopar.rules.ragged import batches_rows, contracts_rows
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
@@ -282,7 +282,7 @@ def _mask_groups(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> No
 def _is_multiplied(p: Program, value: int) -> bool:
     """Whether the rows of a value are multiplied with the matrices of their groups."""
     readers = (use.op for use in p.graph.uses.get(value, ()))
-    return any(op is not None and op.name in RAGGED_PRODUCTS and not contracts_rows(op.params) for op in readers)
+    return any(op is not None and op.name in XLA_RAGGED_PRODUCTS and not contracts_rows(op.params) for op in readers)
 
 
 # Gathers

@@ -313,7 +313,10 @@ def _ragged_product(operands: Operands, groups: Groups) -> RuleResult | None:
     numbers = operands.params["ragged_dot_dimension_numbers"]
     (contracted, batch) = numbers.dot_dimension_numbers
     rows, other, sizes = operands.states[:3]
-    if len(operands.states) > 3 or operands.params.get("group_offset") is not None or batch != ((), ()):
+    rest = operands.states[3:]  # a kernel's first group
+    if not all(isinstance(s, Invariant) for s in rest) or operands.params.get("group_offset") is not None:
+        return None
+    if batch != ((), ()):
         return None
     counted = operands.op.inputs[2]
     if not isinstance(rows, Permuted) or sizes != SUM or not isinstance(counted, int):

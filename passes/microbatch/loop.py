@@ -31,6 +31,7 @@ from autopar.cost_models.kernels import KERNELS
 from autopar.errors import ArgumentError, GraphError
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.op_sets import RAGGED_PRODUCTS
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, PlacedOp
@@ -556,7 +557,7 @@ def _sum_in_float32(op: Op, result: RuleResult, operands: Sequence[Any]) -> list
 _RESULT_DTYPE: Mapping[str, str] = {
     "convert_element_type": "new_dtype",
     "dot_general": "preferred_element_type",
-    "ragged_dot_general": "preferred_element_type",
+    **dict.fromkeys(RAGGED_PRODUCTS, "preferred_element_type"),
     "conv_general_dilated": "preferred_element_type",
 }
 

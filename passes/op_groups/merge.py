@@ -41,7 +41,7 @@ from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.layout import Layout, divides
-from autopar.ir.op_sets import ALL_PRODUCTS, KERNEL_CALLS, RAGGED_PRODUCTS, RETURNING_CALLBACKS
+from autopar.ir.op_sets import ALL_PRODUCTS, KERNEL_CALLS, MEGABLOX_PRODUCTS, RETURNING_CALLBACKS, XLA_RAGGED_PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import Builder, Followed, Kind, alias, use
@@ -360,7 +360,8 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     backend = backend_of(b.mesh.device)
     total = executed_flops(op, operands, results, masks_groups=backend.masks_groups)
     combined = all(combines(backend.name, op.name, r.dtype) for r in results)
-    in_groups = ragged.in_groups(op.params, rule) if op.name in RAGGED_PRODUCTS and not backend.masks_groups else ()
+    alone = op.name in MEGABLOX_PRODUCTS or (op.name in XLA_RAGGED_PRODUCTS and not backend.masks_groups)
+    in_groups = ragged.in_groups(op.params, rule) if alone else ()
     unread = tuple(i for i, v in enumerate(op.outputs) if not b.graph.uses_of(v)) if op.name in SHARD_MAPPED else ()
     work = Work(
         *(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot, unread, in_groups)

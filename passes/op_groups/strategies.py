@@ -262,30 +262,31 @@ def _cost(
     for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
         if type_.rank:
             local += type_.nbytes * share(each, dims)
-    efficiency = _product_efficiency(rule, each, work.in_groups, mesh) if work.product else 1.0
+    efficiency = _product_efficiency(rule, work, each, mesh) if work.product else 1.0
     cost = op_time(work.flops * each.prod(1), local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
     cost = cost + _sum_cost(rule, work, assigned, result, after, mesh) + _sent_cost(rule, work, assigned, after, mesh)
     return cost + _ring_cost(rule, work, assigned, after, mesh) if rule.rings else cost
 
 
-def _product_efficiency(
-    rule: Rule, each: NDArray[np.float64], in_groups: tuple[int, ...], mesh: LogicalMesh
-) -> NDArray[np.float64]:
+def _product_efficiency(rule: Rule, work: Work, each: NDArray[np.float64], mesh: LogicalMesh) -> NDArray[np.float64]:
     """Efficiency of a device's piece of a product, shape (n,).
 
     Its rows are the factors of the left operand, batch factors included; its columns are those of the right operand.
     Rows in groups (`Work.in_groups`) are taken to be evenly divided among them.
     """
     (left, right), (result,) = (map(set, rule.operands[:2]), map(set, rule.results))
-    grouped, groups = in_groups or (-1, -1)
+    grouped, groups = work.in_groups or (-1, -1)
+    extents = [*rule.sizes]
+    if work.in_groups:  # of which a kernel has tiles as shards
+        extents[grouped] = work.operands[0].shape[rule.operands[0].index(grouped)]
     everything = [f for f in range(len(rule.sizes)) if f != groups]
     rows = [f for f in everything if f in result - right]
     columns = [f for f in everything if f in result & right - left]
     contracted = [f for f in everything if f not in result]
 
     def local(factors: list[int]) -> NDArray[np.float64]:
-        parts = rule.sizes[groups] if grouped in factors else 1
-        return math.prod(rule.sizes[f] for f in factors) * share(each, factors) / parts
+        parts = extents[groups] if grouped in factors else 1
+        return math.prod(extents[f] for f in factors) * share(each, factors) / parts
 
     return product_efficiency(local(rows), local(columns), local(contracted), mesh.device)
 

@@ -19,8 +19,17 @@ NEWER = {"eval_jaxpr", "log2", "one_minus_square", "polynomial"}
 
 #: Sets that are written out and have no primitive in common; all others are unions or parts of them.
 DISJOINT = (
-    *("PRODUCTS", "RAGGED_PRODUCTS", "NUMERIC_REDUCTIONS", "LOGICAL_REDUCTIONS", "INDEX_REDUCTIONS"),
-    *("CUMULATIVE_REDUCTIONS", "WINDOW_REDUCTIONS", "ADDITIONS", "ARITHMETIC", "COMPARISONS", "BITWISE", "SELECTIONS"),
+    *("PRODUCTS", "XLA_RAGGED_PRODUCTS", "MEGABLOX_PRODUCTS", "NUMERIC_REDUCTIONS", "LOGICAL_REDUCTIONS"),
+    *(
+        "INDEX_REDUCTIONS",
+        "CUMULATIVE_REDUCTIONS",
+        "WINDOW_REDUCTIONS",
+        "ADDITIONS",
+        "ARITHMETIC",
+        "COMPARISONS",
+        "BITWISE",
+        "SELECTIONS",
+    ),
     *("COMPLEX_PARTS", "CASTS", "COSTLY", "RARE_ELEMENTWISE", "RESHAPES", "REORDERINGS", "BROADCASTS", "SLICES"),
     *("JOINS", "SCATTERS", "LAPACK", "KERNEL_CALLS", "ATTENTION", "RETURNING_CALLBACKS"),
 )

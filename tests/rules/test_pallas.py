@@ -512,6 +512,26 @@ def test_grids_known_at_run_time_are_refused() -> None:
     assert not rules_of(trace(*_flat(kernel)).graph)[op.signature].free
 
 
+def test_grids_known_at_run_time_run_whole() -> None:
+    run, arguments = dynamic_grid()
+    step = autopar.parallelize(run, mesh=(4,), cluster=dear((4,)), donate_argnums=())
+    np.testing.assert_array_equal(step(*arguments), jax.jit(run)(*arguments))
+
+
+def test_a_prefetched_table_of_a_grid_known_at_run_time_is_read_whole() -> None:
+    def body(table: Any, x: Any, out: Any) -> None:
+        out[...] = x[...] + table[pl.program_id(0)]
+
+    def run(n: jax.Array, table: jax.Array, x: jax.Array) -> Any:
+        rows = pl.BlockSpec((8, 8), lambda i, _: (i, 0))
+        spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(n,), in_specs=[rows], out_specs=rows)
+        return pl.pallas_call(body, grid_spec=spec, out_shape=LIKE, interpret=True)(table, x)
+
+    arguments = jnp.int32(4), jnp.arange(4, dtype=jnp.int32), array(32, 8)
+    step = autopar.parallelize(run, mesh=(4,), cluster=dear((4,)), donate_argnums=())
+    np.testing.assert_array_equal(step(*arguments), jax.jit(run)(*arguments))
+
+
 CARELESS = "program_id; running sum that begins at zero; reversed; scratch memory of the run before; a written operand"
 
 

@@ -301,9 +301,12 @@ def _finished_regions(pending: _PendingOp, phase: Phase) -> Iterator[Region]:
 
 
 def _source(pending: _PendingOp) -> str:
-    """The user's line; inside a library's function that of the innermost call in the user's own code."""
+    """The user's line; inside a library's function that of the innermost call in the user's own code, if it has one."""
+    library = ""
     for source_info in (pending.equation.source_info, *reversed(pending.callers)):
         file, line = jax_compat.user_frame(source_info)
-        if file:
-            return f"{os.path.basename(file)}:{line}"
-    return ""
+        name = f"{os.path.basename(file)}:{line}" if file else ""
+        if name and jax_compat.is_own(file):
+            return name
+        library = library or name
+    return library

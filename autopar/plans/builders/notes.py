@@ -19,7 +19,7 @@ from autopar.cost_models.sharding.strategies import RING, share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.hardware.description import Device
 from autopar.ir.graph import Graph, Op
-from autopar.ir.op_sets import RAGGED_PRODUCTS
+from autopar.ir.op_sets import XLA_RAGGED_PRODUCTS
 from autopar.ir.problem import Ints
 from autopar.ir.text import seconds, size
 from autopar.plans.imbalance import Imbalance
@@ -35,7 +35,7 @@ def replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
 
 def masked_products(graph: Graph, device: Device) -> list[str]:
     """A note on products over groups of rows that a backend computes as one product of all rows for each group."""
-    products = [op for op in graph.walk() if op.name in RAGGED_PRODUCTS and not batches_rows(op.params)]
+    products = [op for op in graph.walk() if op.name in XLA_RAGGED_PRODUCTS and not batches_rows(op.params)]
     if not products or not backend_of(device).masks_groups:
         return []
     groups, line = max(graph.type_of(op.inputs[2]).shape[-1] for op in products), products[0].source

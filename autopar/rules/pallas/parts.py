@@ -138,6 +138,8 @@ def _bind_queries(
 
 def _bind(equation: Any, results: Sequence[Shape], parts: Sequence[Any], axes: Sequence[GridAxis]) -> list[Any]:
     params, prefetched = equation.params, equation.params["grid_mapping"].num_index_operands
+    if params["grid_mapping"].num_dynamic_grid_bounds:  # never cut
+        return list(equation.primitive.bind(*parts, **params))
     changed = _part_params(params, [tuple(part.shape) for part in parts], results, axes)
     # the body and the index maps take tables in their whole shape, of which the runs here read the beginning
     shapes = [reference.aval.shape for reference in params["jaxpr"].invars[:prefetched]]
