@@ -88,9 +88,9 @@ def few_microbatches(
         with contextlib.suppress(AutoparError):  # the batch may not divide, and the step not split
             planner = OneMeshPlanner(call, replace(s, num_microbatches=count))
             if best is None or not fits(best, s):
-                found = planner.plan()
-                if found is not None and fits(found, s):
-                    return found
+                step = planner.plan()
+                if step is not None and fits(step, s):
+                    return step
             elif math.isfinite(expected := planner.expected()[0]):
                 limit = best.plan.step_time_s
                 return faster(best, planner.plan(limit) if expected < limit else None, s)

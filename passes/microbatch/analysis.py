@@ -227,10 +227,10 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
 
 def _pieces_taken(graph: Graph, op: Op, extents: Set[int]) -> Iterator[int]:
     """The number of equal pieces of as many rows as the batch has, of which an operation takes some."""
-    rows = graph.type_of(op.inputs[0]).shape[:1] if op.name in ("slice", "split") else ()
-    if not extents.isdisjoint(rows):
+    shape = graph.type_of(op.inputs[0]).shape if op.name in ("slice", "split") else ()
+    if shape and shape[0] in extents:
         start = op.params["start_indices"][0] if op.name == "slice" else 0
-        yield rows[0] // (math.gcd(rows[0], start, *(graph.types[v].shape[0] for v in op.outputs)) or 1)
+        yield shape[0] // (math.gcd(shape[0], start, *(graph.types[v].shape[0] for v in op.outputs)) or 1)
 
 
 def _refusal(best: Microbatches, per_microbatch: Sequence[str], helps: Callable[..., bool]) -> str:
