@@ -132,7 +132,7 @@ def concatenate(operands: Operands) -> RuleResult | None:
     """Along another dimension than the split one; or along that one, if all operands consist of equal pieces."""
     state, dim = common_state(operands.states), operands.params["dimension"]
     splits = [(shape, s) for shape, s in zip(operands.shapes, operands.states, strict=True) if isinstance(s, Split)]
-    if all(s.dim == dim for _, s in splits):
+    if splits and all(s.dim == dim for _, s in splits):
         pieces = {_piece(shape, s) for shape, s in splits}
         states = [_pieces(shape[dim], min(pieces), dim) for shape in operands.shapes]
         joined = _pieces(operands.result_shapes[0][dim], min(pieces), dim)
