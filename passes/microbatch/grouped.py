@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op, Type
-from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, RAGGED_PRODUCTS, RARE_ELEMENTWISE
+from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, MEGABLOX_PRODUCTS, RAGGED_PRODUCTS, RARE_ELEMENTWISE
+from autopar.jax_compat import megablox
 from autopar.passes.microbatch.constant_indices import MAX_ELEMENTS, fold
 from autopar.passes.microbatch.equal_values import first_equal
 from autopar.passes.microbatch.rules.types import Operands, Rule, RuleResult, align_operand
@@ -319,6 +320,9 @@ def _ragged_product(operands: Operands, groups: Groups) -> RuleResult | None:
     if batch != ((), ()):
         return None
     counted = operands.op.inputs[2]
+    is_kernel = operands.op.name in MEGABLOX_PRODUCTS
+    if is_kernel and isinstance(rows, Permuted) and not _has_tiles(operands, rows.dim):
+        return None
     if not isinstance(rows, Permuted) or sizes != SUM or not isinstance(counted, int):
         return None
     if groups.counts.get(counted) != rows.keys:
@@ -330,6 +334,11 @@ def _ragged_product(operands: Operands, groups: Groups) -> RuleResult | None:
         return RuleResult((Permuted(free.index(rows.dim), rows.keys),)) if isinstance(other, Invariant) else None
     partner = contracted[1][contracted[0].index(rows.dim)]
     return RuleResult((SUM,)) if other == Permuted(partner, rows.keys) else None
+
+
+def _has_tiles(operands: Operands, dim: int) -> bool:
+    """Whether the rows of a block are of a number that a kernel divides into tiles."""
+    return operands.shapes[0][dim] // operands.count % megablox.row_tile(operands.params) == 0
 
 
 def _gather(operands: Operands, groups: Groups, indices: Positions) -> RuleResult | None:

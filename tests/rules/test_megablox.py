@@ -19,7 +19,7 @@ import autopar
 from autopar.api import parallelize
 from autopar.bench.equal.case import dear
 from autopar.cost_models.flops import executed_flops, model_flops
-from autopar.errors import TraceError
+from autopar.errors import MicrobatchError, TraceError
 from autopar.ir.trace import trace
 from autopar.jax_compat import megablox
 from autopar.rules import rules_of
@@ -236,3 +236,9 @@ BATCH = {"x": array(ROWS, WIDTH), "y": jnp.cos(array(ROWS, WIDTH))}
 def test_a_mixture_of_experts_runs_in_microbatches_and_stages(options: dict[str, Any]) -> None:
     step = parallelize(mixture, mesh=(4,), cluster=dear((4,)), donate_argnums=(), **options)
     assert_equal(step(LAYERS, BATCH), jax.jit(mixture)(LAYERS, BATCH))
+
+
+def test_microbatches_with_parts_of_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TILING", (ROWS, 8, 16))
+    with pytest.raises(MicrobatchError, match=r"test_megablox\.py:\d+ combines examples of the whole batch"):
+        autopar.plan(mixture, LAYERS, BATCH, mesh=(4,), cluster=dear((4,)), num_microbatches=2)
