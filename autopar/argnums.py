@@ -17,7 +17,7 @@ from autopar.hardware.meshes import Target
 from autopar.ir import arguments
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
-from autopar.ir.train_state import match_state
+from autopar.ir.train_state import in_place
 from autopar.options import Settings
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.plans.plan import Plan
@@ -49,7 +49,7 @@ def donated(traced: Traced, s: Settings) -> tuple[int, ...] | str:
     kept, named = arguments.unchanged_leaves(traced.out_tree), _named("donate_argnums", s.donate_argnums, traced)
     if named is None:
         kept = {*kept, *(named_batch(traced, s) or ())}
-        return tuple(sorted({*match_state(traced.graph).values()} - kept)) if kept else "auto"
+        return tuple(sorted({*in_place(traced.graph).values()} - kept)) if kept else "auto"
     return tuple(i for i in named if i not in kept)
 
 

@@ -18,7 +18,7 @@ from autopar.hardware.meshes import Target
 from autopar.ir import arguments
 from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import Traced, trace
-from autopar.ir.train_state import match_state
+from autopar.ir.train_state import in_place, match_state
 from autopar.options import Settings, name_of
 from autopar.passes import strategies
 from autopar.passes.remat import choose_offload, memory_policy
@@ -142,7 +142,7 @@ def offload_option(s: Settings, target: Target, local: bool) -> str:
 def donated_leaves(call: Call, s: Settings) -> tuple[int, ...]:
     """Positions of the argument leaves whose buffers the step may reuse."""
     donated = argnums.donated(call.traced, s)
-    return tuple(sorted(match_state(call.traced.graph).values())) if isinstance(donated, str) else donated
+    return tuple(sorted(in_place(call.traced.graph).values())) if isinstance(donated, str) else donated
 
 
 def wanted_mesh(traced: Traced, s: Settings) -> Any:

@@ -1,6 +1,7 @@
 """The state of a training loop among the arguments of a step, and the roles of its leaves.
 
     state              leaves that the step returns anew                                        -> match_state
+    state in place     those of equal type, whose buffers the new values may take                  -> in_place
     optimizer state    state with one of `OPTIMIZER_NAMES` in its path                          -> optimizer_leaves
     parameters         other state of a floating-point type                                     -> parameter_leaves
 
@@ -27,7 +28,8 @@ def match_state(graph: Graph) -> Mapping[int, int]:
 
     `graph.carried` if the graph has it. Otherwise results match by equal path; then by equal path below the top of the
     result (position in the tuple, taken as the position of the argument); then by equal path below the first component.
-    Matches have equal types, and each argument is matched once.
+    Matches have equal types, or else equal shapes: the first step may change the dtype of a parameter. Each argument is
+    matched once.
     """
     if graph.carried is not None:
         return graph.carried
@@ -39,24 +41,37 @@ def match_state(graph: Graph) -> Mapping[int, int]:
     claimed: set[int] = set()
     carried: dict[int, int] = {}
 
-    def claim(out: int, candidates: Sequence[int | None]) -> None:
+    def claim(out: int, candidates: Sequence[int | None], same_dtype: bool) -> None:
         type_ = graph.type_of(graph.outputs[out])
-        for i in candidates:
-            if i is not None and i not in claimed and graph.types[graph.inputs[i]] == type_:
+        for i in candidates if out not in carried else ():
+            before = None if i is None or i in claimed else graph.types[graph.inputs[i]]
+            if i is not None and before and (before == type_ or (not same_dtype and before.shape == type_.shape)):
                 carried[out] = i
                 claimed.add(i)
                 return
 
-    for out, path in enumerate(graph.output_paths):
+    def named(path: str) -> Sequence[int | None]:
         head, _, tail = path.partition("/")
         names = [arguments[int(head)]] if head.isdigit() and int(head) < len(arguments) else []
         candidates = [path, *("/".join(p for p in (name, tail) if p) for name in names)]
         candidates.extend(f"{name}/{path}" if path else name for name in arguments[:1])
-        claim(out, [full.get(t) for t in candidates])
+        return [full.get(t) for t in candidates]
+
     for out, path in enumerate(graph.output_paths):
-        if out not in carried and "/" in path:
-            claim(out, by_tail.get(path.split("/", 1)[1], []))
+        claim(out, named(path), same_dtype=True)
+    for out, path in enumerate(graph.output_paths):
+        if "/" in path:
+            claim(out, by_tail.get(path.split("/", 1)[1], []), same_dtype=True)
+    for out, path in enumerate(graph.output_paths):
+        if "/" in path:  # a result of its own is more often a loss that a scalar argument happens to be named as
+            claim(out, named(path), same_dtype=False)
     return MappingProxyType(carried)
+
+
+def in_place(graph: Graph) -> Mapping[int, int]:
+    """Results that carry an argument of equal type: output position -> input position."""
+    carried = match_state(graph).items()
+    return {out: i for out, i in carried if graph.types[graph.inputs[i]] == graph.type_of(graph.outputs[out])}
 
 
 def is_optimizer_state(path: str) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.codegen.stages.shardings import StageShardings
 from autopar.ir.op_sets import CALLBACKS
-from autopar.ir.train_state import match_state
+from autopar.ir.train_state import in_place
 from autopar.passes.stages.divide import Stages
 
 
@@ -57,7 +57,7 @@ def donated_to_updates(
 def _replaced(stages: Stages) -> Mapping[int, int]:
     """New value of an argument -> the argument; the first one if a value is the new value of several."""
     graph, outputs = stages.split.graph, stages.split.flat.outputs
-    carried = ((outputs[out], graph.inputs[i]) for out, i in sorted(match_state(graph).items(), reverse=True))
+    carried = ((outputs[out], graph.inputs[i]) for out, i in sorted(in_place(graph).items(), reverse=True))
     return {new: old for new, old in carried if isinstance(new, int)}
 
 

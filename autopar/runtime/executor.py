@@ -48,7 +48,7 @@ Stash = Mapping[tuple[int, int], Mapping[int, Any]]
 #: Called after each pass, send, free and update is dispatched, with the instruction and the stash.
 Observer = Callable[[Instruction, Stash], None]
 
-#: Results of at most so many elements are shared with all processes, unless they are state.
+#: Results of at most so many elements, unless they are state, come out on the same devices.
 SHARED = 1024
 STATE_LOST = "; state may be used up in part: go on from a saved one"
 
@@ -60,6 +60,7 @@ class StepExecution:
     Attributes:
         step: the compiled step.
         leaves: of the arguments.
+        shares: small results come out on the same devices.
         whole: per stage, value -> array, of the values that are the same for every microbatch.
         pass_operands: (stage, kind of pass) -> the whole values and the blocks of the batch that it reads.
         sums: (stage, kind of pass) -> accumulators.
@@ -71,6 +72,7 @@ class StepExecution:
 
     step: PipelineStep
     leaves: list[Any]
+    shares: bool = True
     whole: list[dict[int, Any]] = field(default_factory=list)
     pass_operands: dict[tuple[int, Kind], tuple[tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=dict)
     sums: dict[tuple[int, Kind], Any] = field(default_factory=dict)
@@ -115,8 +117,10 @@ class StepExecution:
         results = [values[a] if isinstance(a, int) else jnp.asarray(a.value) for a in flat.outputs]
         for position, sharding in self.step.result_shardings.items():
             results[position] = self._put(results[position], sharding)
-        for position in self.step.shared_results:
-            results[position] = self._put(results[position], everywhere())
+        where = self.step.shared
+        for position in self.step.shared_results if self.shares else ():
+            if getattr(results[position], "sharding", None) != where:
+                results[position] = self._put(results[position], where)
         return [absent(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in results]
 
     @contextmanager
@@ -292,10 +296,16 @@ class PipelineStep:
     transport: Transport = field(default_factory=Transport)
 
     @cached_property
+    def shared(self) -> NamedSharding:
+        """The sharding of small results: copies on the last stage, whose passes compute most of them;
+        with several processes a copy on one device of each, which can then read them.
+        """
+        last = len(self.stages.stages) - 1
+        return self.shardings.replicated(last) if jax.process_count() == 1 else everywhere()
+
+    @cached_property
     def shared_results(self) -> tuple[int, ...]:
-        """Positions of results that every process can read: small ones that are no state, with several processes."""
-        if jax.process_count() == 1:
-            return ()
+        """Positions of small results that are no state, which users compute with: they come out on equal devices."""
         state, computed = match_state(self.traced.graph), self.stages.updates.computed_in
         results = enumerate(zip(self.stages.split.flat.outputs, self.traced.out_avals, strict=True))
         return tuple(
@@ -349,7 +359,7 @@ class PipelineStep:
 
     def results(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves of the results from those of the arguments; StageError as for a call."""
-        first_loop = [] if self.before is None else self.before.results(leaves)
+        first_loop = [] if self.before is None else StepExecution(self.before, [*leaves], shares=False).results()
         return StepExecution(self, [*leaves, *first_loop]).results()
 
     @cached_property

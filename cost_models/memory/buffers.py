@@ -40,7 +40,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op
 from autopar.ir.op_sets import ATTENTION
 from autopar.ir.problem import Floats
-from autopar.ir.train_state import match_state
+from autopar.ir.train_state import in_place
 from autopar.rules import cudnn
 from autopar.rules.manual import MANUAL, call_of
 
@@ -99,7 +99,7 @@ def _ends(model: Model) -> Mapping[End, list[str]]:
 
 def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: frozenset[int]) -> tuple[End, ...]:
     """Ends at which nothing but the next state of donated arguments is read."""
-    taken = {f"out{out}" for out, position in match_state(graph).items() if position in donated}
+    taken = {f"out{out}" for out, position in in_place(graph).items() if position in donated}
     return tuple(end for end, sites in ends.items() if taken.issuperset(sites))
 
 
@@ -185,7 +185,7 @@ class _Values:
 
     def _successors(self) -> Iterator[tuple[int, int]]:
         """Results that are the next state of an argument, and its position."""
-        for out, position in match_state(self.sizes.graph).items():
+        for out, position in in_place(self.sizes.graph).items():
             atom = self.sizes.program.read(f"out{out}", self.sizes.graph.outputs[out])
             if isinstance(atom, int):
                 yield self.sizes.program.behind(atom), position

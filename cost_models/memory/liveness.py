@@ -25,7 +25,7 @@ from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op
 from autopar.ir.problem import Edge, Floats, Ints
-from autopar.ir.train_state import match_state
+from autopar.ir.train_state import in_place
 
 SHOWN = 8  # local peaks of one assignment that become rows at once
 
@@ -49,7 +49,7 @@ class Liveness:
         donated: Sequence[int] | None = None,
         hosted: Sequence[int] = (),
     ) -> None:
-        donated_positions = sorted(match_state(graph).values()) if donated is None else donated
+        donated_positions = sorted(in_place(graph).values()) if donated is None else donated
         allocation = buffers(graph, model, mesh, backend, donated_positions, hosted)
         self.graph, self.backend = graph, backend
         self.buffers, self.moments = allocation.all, allocation.lives.moments

@@ -31,7 +31,7 @@ from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
-from autopar.ir.train_state import match_state
+from autopar.ir.train_state import in_place
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned, resolve
@@ -571,5 +571,5 @@ class _Clock:
 def _donated(graph: Graph, options: Options) -> tuple[int, ...]:
     """Positions of the arguments whose buffers the step may reuse."""
     if options.donate == "auto":
-        return tuple(sorted(match_state(graph).values()))
+        return tuple(sorted(in_place(graph).values()))
     return tuple(int(i) for i in options.donate)

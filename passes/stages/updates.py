@@ -6,6 +6,8 @@ Totals are in the stage that accumulates them, parameters in the first stage who
     several stages, such as the squares in a global norm, runs in stage 0               -> _place_with_operands
     an operation without a placed operand runs in the stage of its heaviest reader; moments and other arguments that no
     pass reads are stored there                                                         -> _place_with_readers
+    scalar arguments that no parameter depends on, such as totals and counts of metrics, are stored in the last stage,
+    so that users can compute with several of them                                                    -> _of_metrics
 
 until every operation has a stage. The weight of a value is its bytes, but at most the weight of the operands that it is
 computed from: a scalar broadcast to the shape of a gradient weighs as much as the scalar. Such a broadcast is
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Atom
 from autopar.ir.op_sets import BROADCASTS, RESHAPES
+from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.stages.assign import (
@@ -87,6 +90,7 @@ def assign(
     ops = _needed(split, passes)
     arguments = persistent_arguments(split)
     stage_of = {t.value: passes.computed_in.get(t.value, (stages - 1, "F"))[0] for t in passes.totals}
+    stage_of.update((v, stages - 1) for v in _of_metrics(split, ops, arguments, reading_stages))
     stage_of.update((v, min(reading_stages[v])) for v in sorted(arguments) if reading_stages.get(v))
     weight = _weights(split, ops, arguments, passes.totals)
     duplicated = _duplicated(split, ops, weight)
@@ -115,6 +119,19 @@ def _needed(split: Microbatches, passes: PassAssignment) -> list[PlacedOp]:
             ops.append(placed)
             needed.update(a for a in placed.op.inputs if isinstance(a, int) and a not in available)
     return ops[::-1]
+
+
+def _of_metrics(
+    split: Microbatches, ops: Sequence[PlacedOp], arguments: frozenset[int], reading_stages: Mapping[int, Sequence[int]]
+) -> list[int]:
+    """Scalar arguments on which no new value of an argument that passes read depends."""
+    graph = split.graph
+    new_parameters = (out for out, i in match_state(graph).items() if reading_stages.get(graph.inputs[i]))
+    needed: set[Atom] = {split.flat.outputs[out] for out in new_parameters}
+    for placed in reversed(ops):
+        if any(v in needed for v in placed.op.outputs):
+            needed.update(placed.op.inputs)
+    return [v for v in sorted(arguments) if v not in needed and not graph.types[v].rank]
 
 
 def _weights(

@@ -24,6 +24,7 @@ from autopar.runtime import PipelineStep, build
 from autopar.schedules import Size, bounds, check, make
 from autopar.zoo import build as zoo
 from tests.passes.microbatch import batch_programs as programs
+from tests.programs.steps import array, loss, sgd, two_layers
 from tests.support.effort import sample
 
 QUICK = dict(jax_compat.quick_compilation())
@@ -294,3 +295,20 @@ def test_other_arguments_are_refused(small: tuple[PipelineStep, Any, Any]) -> No
         step(state)
     with pytest.raises(ArgumentError, match=r"argument 'batch/x' has shape \(3, 32\)"):
         step(state, {**batch, "x": jnp.ones((3, 32))})
+
+
+def test_small_results_and_metrics_of_all_stages_are_on_the_same_devices() -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        params, total, count = state
+        value, grads = jax.value_and_grad(loss)(params, x)
+        norms = {name: jnp.linalg.norm(g) for name, g in grads.items()}
+        new = sgd(params, grads), total + norms["up"] + value, count + 1
+        return new, {"loss": value, "norms": norms, "each": jnp.stack(list(norms.values())), "count": count}
+
+    args = (two_layers(), jnp.zeros(()), jnp.zeros(())), array(8, 8)
+    run = parallelize(step, mesh=(2, 2), stages=2, num_microbatches=2, donate_argnums=())
+    (params, *metrics), results = run(*args)
+    assert len({p.sharding.device_set == metrics[0].sharding.device_set for p in params.values()}) == 2
+    used = [x.sharding.device_set for x in (*metrics, *jax.tree.leaves(results))]
+    assert all(devices == used[0] for devices in used)
+    float(results["loss"] + results["norms"]["up"] + metrics[0] / metrics[1])

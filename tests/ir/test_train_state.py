@@ -1,0 +1,44 @@
+"""Which results of a step are its next state, also where the step changes their types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.ir.trace import trace
+from autopar.ir.train_state import in_place, match_state
+from autopar.passes.microbatch.batch import infer_batch
+from tests.programs.steps import array, loss, sgd, two_layers
+
+
+def demoting(state: Any, x: jax.Array) -> Any:
+    """A step that gives parameters back in bfloat16, however they came, and a counter that becomes weakly typed."""
+    params, count = state
+    value, grads = jax.value_and_grad(loss)(params, x)
+    new = jax.tree.map(lambda p: p.astype(jnp.bfloat16), sgd(params, grads))
+    return (new, jnp.where(value > 0, 1, 0) + 0 * count), value
+
+
+ARGS = (two_layers(), jnp.zeros((), jnp.int32)), array(8, 8)
+
+
+def test_state_whose_dtype_changes_is_state_but_not_in_place() -> None:
+    graph = trace(demoting, *ARGS).graph
+    assert match_state(graph) == {0: 0, 1: 1, 2: 2}
+    assert in_place(graph) == {2: 2}
+    assert [graph.input_paths[i] for i in infer_batch(graph)] == ["x"]
+
+
+def test_it_keeps_its_sharding_and_nothing_of_it_is_donated() -> None:
+    plan = autopar.plan(demoting, *ARGS, mesh=(2,), pins={"state/0/up": PartitionSpec(None, "x")})
+    assert plan.out_specs()[1] == plan.in_specs()[1] == PartitionSpec(None, "x")
+    assert plan.donated == (2,)
+
+
+def test_a_result_of_another_name_or_shape_is_no_state() -> None:
+    graph = trace(lambda params, x: ({"up": params["up"].sum()}, params["down"] + 1), two_layers(), ARGS[1]).graph
+    assert match_state(graph) == {}
