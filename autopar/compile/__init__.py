@@ -22,7 +22,15 @@ import numpy as np
 
 from autopar import argnums, jax_compat
 from autopar.compile.agreement import planned_by_first
-from autopar.compile.call import Call, in_bytes, ordinary_pins, warn, with_attention_of_cudnn, with_batch
+from autopar.compile.call import (
+    Call,
+    in_bytes,
+    ordinary_pins,
+    warn,
+    warn_of_time_limit,
+    with_attention_of_cudnn,
+    with_batch,
+)
 from autopar.compile.given_stages import GivenStages
 from autopar.compile.one_mesh import plan_one_mesh
 from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
@@ -69,7 +77,10 @@ def plan_step(
         if not local:
             _check_tpu_kernels(name_of(fn), traced.graph, s)
         call = Call(fn, traced, args, local, time.perf_counter() - begin, report, jax_compat.trace_context())
+        planning = time.perf_counter()
         step = _with_origin(call, s)
+        if s.plan is None:
+            warn_of_time_limit(name_of(fn), step.plan, s, time.perf_counter() - planning)
         if local:
             _warn_of_idle_devices(name_of(fn), step.plan.mesh)
         return step

@@ -22,9 +22,12 @@ from autopar.ir.train_state import in_place, match_state
 from autopar.options import Settings, name_of
 from autopar.passes import strategies
 from autopar.passes.remat import choose_offload, memory_policy
+from autopar.passes.solver.optimize import TIME_LIMIT_REACHED
+from autopar.plans.plan import Plan
 from autopar.progress import Progress
 from autopar.rules import manual, rules_of
 from autopar.rules.registry import registered_rules
+from autopar.runtime.planned_step import PlannedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,32 @@ def absolute_budget(s: Settings) -> float | str | None:
 def warn(message: str) -> None:
     """An AutoparWarning that points to the user's line."""
     warnings.warn(message, AutoparWarning, stacklevel=_user_stacklevel())
+
+
+def warn_of(call: Call, step: PlannedStep) -> None:
+    """Warn of what the planners remark on a step, but for a time limit that was reached (`warn_of_time_limit`)."""
+    for warning in step.warnings:
+        if not warning.startswith(TIME_LIMIT_REACHED):
+            warn(f"{name_of(call.fn)}: {warning}")
+
+
+def warn_of_time_limit(name: str, plan: Plan, s: Settings, seconds: float) -> None:
+    """Warn once that planning was ended by its time limit before the plan was known to be within the tolerance.
+
+    Args:
+        name: of the step.
+        plan: the plan.
+        s: the settings.
+        seconds: what planning took, without tracing.
+    """
+    given = s.time_limit is not None and seconds > s.time_limit
+    if plan.gap <= s.gap or not (given or plan.solver_status == "time-limit"):
+        return
+    limit = "" if s.time_limit is None else f" ({s.time_limit:g} s)"
+    what = "need up to {} less memory" if plan.solver_status == "least-memory" else "be up to {} faster"
+    gap = f"{plan.gap:.1%}"
+    missed = "no bound on other plans is known" if plan.gap >= 1.0 else f"another plan may {what.format(gap)}"
+    warn(f"{name}: {TIME_LIMIT_REACHED}{limit} with a gap of {gap}: {missed}. Raise time_limit= (--time-limit)")
 
 
 def _user_stacklevel() -> int:

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 from autopar import argnums
 from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
-from autopar.compile.call import Call, absolute_budget, default_time_limit, offload_option, wanted_mesh, warn
+from autopar.compile.call import Call, absolute_budget, default_time_limit, offload_option, wanted_mesh, warn_of
 from autopar.errors import AutoparError, MemoryBudgetError
 from autopar.explain.surroundings import described
 from autopar.hardware import meshes
@@ -56,8 +56,7 @@ def plan_one_mesh(call: Call, s: Settings) -> PlannedStep:
         if best is None:
             raise
     assert best is not None
-    for warning in best.warnings:
-        warn(f"{name_of(call.fn)}: {warning}")
+    warn_of(call, best)
     return best
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar import argnums
-from autopar.compile.call import Call, warn
+from autopar.compile.call import Call, warn_of
 from autopar.compile.one_mesh import OneMeshPlanner, faster, few_microbatches, fits, try_one_mesh
 from autopar.compile.stages import pipeline_options, plan_stages, stage_options
 from autopar.errors import AutoparError, PlanMismatchError, ScheduleError
@@ -160,8 +160,7 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
         plan = pipeline_plan.bounded_by(plan, pipelines.least_seconds(step, search, plan.step_time_s))
         plan = replace(plan, phases={**phases, "lower_bound": time.perf_counter() - bounding})
     best = replace(best, plan=plan)
-    for warning in best.warnings:
-        warn(f"{name_of(call.fn)}: {warning}")
+    warn_of(call, best)
     if cache_key is not None:
         plan_cache.write(cache_key, best.plan, options.time_limit)
     return best

@@ -69,7 +69,9 @@ class OptimizerEffort:
 
 OPTIMIZER = OptimizerEffort()
 
-LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
+#: What a warning of a time limit begins with.
+TIME_LIMIT_REACHED = "the time limit was reached"
+LATE = f"{TIME_LIMIT_REACHED} before the exact phase; the plan is the best of the dual ascent"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -396,7 +398,10 @@ def _nothing(problem: Problem, answer: ilp.Answer) -> str:
 def _shortfall(solver: str, answer: ilp.Answer, incumbent: Incumbent) -> str:
     """The warning that the ILP solver ended without a proof."""
     gap = (incumbent.value - incumbent.lower) / max(abs(incumbent.value), np.finfo(float).tiny)
-    return f"{solver} ended with {answer.status} ({answer.message}); the plan is within {gap:.2%} of the optimum"
+    how = (
+        f"{TIME_LIMIT_REACHED} in {solver}" if answer.status == "time-limit" else f"{solver} ended with {answer.status}"
+    )
+    return f"{how} ({answer.message}); the plan is within {gap:.2%} of the optimum"
 
 
 def _solution(problem: Problem, folded: Folded, incumbent: Incumbent, clock: Clock) -> Solution:

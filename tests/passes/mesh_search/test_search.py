@@ -203,8 +203,12 @@ def test_no_other_mesh_is_planned_once_the_time_is_over(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Planner, "plan", recorded)
     built = zoo.build("gpt-toy")
-    with plan_cache.use_folder(None), pytest.warns(AutoparWarning, match="the time limit was reached"):
+    with plan_cache.use_folder(None), pytest.warns(AutoparWarning) as warned:
         plan = autopar.plan(built.step, *built.abstract_args(), cluster=CLUSTER, gap=0.0, time_limit=1e-3)
+    assert [str(w.message) for w in warned] == [
+        f"step: the time limit was reached (0.001 s) with a gap of {plan.gap:.1%}: another plan may be up to "
+        f"{plan.gap:.1%} faster. Raise time_limit= (--time-limit)"
+    ]
     assert planned == [plan.mesh_sizes]
     assert plan.lower_bound_s <= min(fixed.step_time_s for fixed in alone("gpt-toy").values()) * (1 + 1e-9)
 
