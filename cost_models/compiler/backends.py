@@ -49,12 +49,15 @@ class Backend:
         hashes_in_pairs: a threefry hash is two words, made by a loop; what reads the bits joins the words again.
         transposes_gathers: a gather writes its windows one after the other, and what is wanted otherwise is transposed.
         solves_in_place: factorisations and triangular solves work in the memory of an operand that is read last there.
+        shares_strictly: a light step is made in the memory of an operand only if it reads that elementwise, and neither
+            is in another's memory; scatters overwrite copies as well (`autopar.cost_models.compiler.in_place`).
         accumulates_scatters: a scatter into zeros that is added to an array scatters into the array.
         masks_groups: a product of ragged groups reads a masked copy of its first operand for each of them, all of which
             it multiplies. On a B200, 64 groups of bfloat16 reach 23 TFLOP/s with jaxlib 0.10.2, 1/64 of what a kernel
             for groups does (marin-community/marin#7012).
         reduces_dots: a product that contracts nothing is a multiplication of broadcasts; one of vectors is a
             multiplication and a reduction.
+        splits_reductions: a reduction along the dimension in which its operand is joined is one of each part.
         selects_masked: a multiplication by a converted boolean is a selection.
         expands_pools: the gradient of a maximum over windows finds the places of the maxima and scatters to them.
         widens: products and reductions of bfloat16 and float16 read copies in float32 and write float32, and
@@ -93,9 +96,11 @@ class Backend:
     hashes_in_pairs: bool = False
     transposes_gathers: bool = False
     solves_in_place: bool = False
+    shares_strictly: bool = False
     accumulates_scatters: bool = False
     masks_groups: bool = False
     reduces_dots: bool = False
+    splits_reductions: bool = False
     selects_masked: bool = False
     expands_pools: bool = False
     widens: bool = False
@@ -127,9 +132,11 @@ CPU = Backend(
     hashes_in_pairs=True,
     transposes_gathers=True,
     solves_in_place=True,
+    shares_strictly=True,
     accumulates_scatters=True,
     masks_groups=True,
     reduces_dots=True,
+    splits_reductions=True,
     selects_masked=True,
     expands_pools=True,
     widens=True,

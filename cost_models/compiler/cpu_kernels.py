@@ -97,9 +97,13 @@ class _Growth:
     def _is_known(self, step: Step) -> bool:
         if step.name in NUMERIC_REDUCTIONS or _is_product(step):
             return True
-        if step.kind != LIGHT or step.name not in _KNOWN or any(map(self.p.is_half, (*step.inputs, *step.outputs))):
+        if step.kind != LIGHT or step.name not in _KNOWN or any(map(self._is_unknown, (*step.inputs, *step.outputs))):
             return False
         return step.name not in ELEMENTWISE or self.p.type_of(step.outputs[0]).size >= _LEAST * self.p.devices
+
+    def _is_unknown(self, value: int) -> bool:
+        """A value of a type that elementwise operations of the library do not take: half floats, and booleans."""
+        return self.p.is_half(value) or self.p.type_of(value).dtype == "bool"
 
     def _inside(self, step: Step, number: int) -> bool:
         """Nothing outside a kernel reads what a step makes."""

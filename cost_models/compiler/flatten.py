@@ -4,6 +4,7 @@
     barriers                       other names for their operands; readers wait for all of them               -> _hold
     loops                          a step with frames: carries are updated in place, stacked operands
                                    read and stacked results written slice by slice                        -> _scan
+    unrolled loops                 the steps of every iteration                                       -> _unrolled
     branches by platform           that of the backend, inlined                                           -> _branches
     reshapes and the like          another name for the same buffer                                       -> _emit
 
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 from autopar import jax_compat
 from autopar.cost_models.compiler.backends import Backend
 from autopar.cost_models.compiler.compiled_program import COMMUTATIVE, Frame, Program, Step, values
-from autopar.cost_models.compiler.fusion import LIGHT, LOOP, PRODUCT, REDUCTION, STORE
-from autopar.cost_models.compiler.operands import add_normalized, broadcast_key, in_float32, prepared
+from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, LOOP, MOST_JOINED, PRODUCT, REDUCTION, STORE
+from autopar.cost_models.compiler.operands import add_normalized, broadcast_key, in_float32, multiplies, prepared
+from autopar.cost_models.compiler.repeated_steps import Repetition
 from autopar.cost_models.compiler.simplifications import alias_of, simplified
 from autopar.ir.graph import Atom, Graph, Op, Region
 
@@ -35,7 +38,17 @@ def flatten(
     program = Program(graph, backend, reads, devices, views)
     _emit(program, program.top, graph.ops, ())
     program.top.leaving = values([program.read(f"out{i}", atom) for i, atom in enumerate(graph.outputs)])
+    _drop_unread(program)
     return program
+
+
+def _drop_unread(p: Program) -> None:
+    """Leave out what unrolled loops join if nothing reads it but parts of it."""
+    frames = [*p.top.walk()] if p.parts else []
+    read = {p.behind(v) for frame in frames for v in frame.leaving}
+    read.update(p.behind(v) for frame in frames for step in frame.steps for v in step.inputs)
+    for frame in frames:
+        frame.steps = [s for s in frame.steps if not s.outputs or s.outputs[0] not in p.parts or s.outputs[0] in read]
 
 
 def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -> None:
@@ -65,7 +78,7 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             else:
                 frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))
             barriers = barriers if kind == LIGHT else ()
-            p.cheap.update(op.outputs if p.backend.fusion.is_cheap(op.name) else ())
+            p.cheap.update(op.outputs if p.backend.fusion.is_cheap(op.name) or multiplies(p, op) else ())
         if barriers:
             p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
 
@@ -142,7 +155,66 @@ def _body(p: Program, region: Region) -> Frame:
     return frame
 
 
+def _is_unrolled(op: Op) -> bool:
+    """Whether no loop is left of a scan: JAX writes all of its iterations, or there is one alone."""
+    return 0 < op.params["length"] <= max(1, op.params["unroll"])
+
+
+def _unrolled(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """The steps of every iteration; what is stacked is joined at the end, and slices of such a join are its parts."""
+    region, operands, length = op.regions[0], p.operands(op), op.params["length"]
+    constants, carries = jax_compat.scan_counts(op.params)
+    first = constants + carries
+    order = range(length)[:: -1 if op.params["reverse"] else 1]
+    started, stacks = region.inputs[constants:first], [*zip(region.inputs[first:], operands[first:], strict=True)]
+    p.alias.update(zip(region.inputs[:constants], operands[:constants], strict=True))
+    template, left = Frame(), tuple[Atom, ...]()
+    p.cheap.update(v for v, atom in zip(started, region.outputs, strict=False) if _is_cheap(p, atom))
+    if length > 1:  # before the first iteration, whose values have these names afterwards
+        _emit(p, template, region.ops, after)
+        left = p.results(op, region)
+    p.alias.update(zip(started, operands[constants:first], strict=True))
+    p.alias.update((v, part) for v, atom in stacks if (part := _part(p, atom, order[0])) is not None)
+    frame.steps.extend(Step(op, "slice", LIGHT, values([atom]), (v,)) for v, atom in stacks if v not in p.alias)
+    _emit(p, frame, region.ops, after)
+    results = [p.results(op, region)]
+    for i in order[1:]:
+        again = Repetition(p, dict(zip(started, map(partial(_as_made, p), results[-1]), strict=False)))
+        for v, atom in stacks:
+            if (part := _part(p, atom, i)) is not None:
+                again.known[v] = part
+            else:
+                frame.steps.append(Step(op, "slice", LIGHT, values([atom]), (again.define(v),)))
+        frame.steps.extend(again.steps(template.steps))
+        results.append(tuple(map(again.atom, left)))
+    p.alias.update(zip(op.outputs[:carries], results[-1], strict=False))
+    joined = [*zip(*(results[i] for i in order), strict=True)][carries:]
+    for v, parts in zip(op.outputs[carries:], joined, strict=True):
+        p.parts[v] = parts
+        kind = KERNEL if p.backend.fusion.writes_joins and length > MOST_JOINED else LIGHT
+        frame.steps.append(Step(op, "stack", kind, values(parts), (v,), after))
+
+
+def _is_cheap(p: Program, atom: Atom) -> bool:
+    maker = p.graph.producers.get(atom) if isinstance(atom, int) else None
+    return maker is not None and p.backend.fusion.is_cheap(maker.name)
+
+
+def _part(p: Program, atom: Atom, i: int) -> Atom | None:
+    """A part of what an unrolled loop stacked, as it was made; None for other arrays."""
+    parts = p.parts.get(p.behind(atom)) if isinstance(atom, int) else None
+    return None if parts is None else _as_made(p, parts[i])
+
+
+def _as_made(p: Program, atom: Atom) -> Atom:
+    """What an atom is a copy of."""
+    return p.behind(atom) if isinstance(atom, int) else atom
+
+
 def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    if _is_unrolled(op):
+        _unrolled(p, frame, op, after)
+        return
     region, operands = op.regions[0], p.operands(op)
     constants, carries = jax_compat.scan_counts(op.params)
     first = constants + carries

@@ -38,6 +38,8 @@ Where they answer differently about one operation, the compiler's record is righ
     ragged products      run in a kernel of its own; on TPU what is light is taken to be computed in it, which was never
                          compared with a compiled program.
     scatters             of one element for each row are light on TPU, and kernels in BYTES_ACCESSED.
+    gathers              are light and costly on CPU, and kernels in BYTES_ACCESSED and elsewhere. On CPU, arrays are joined
+                         along their last dimension by kernels, and light in BYTES_ACCESSED.
     what is not listed   (factorisations, `dynamic_update_slice`, callbacks, rare elementwise operations) is a kernel to
                          compilers, and light in BYTES_ACCESSED. Reshapes are other names for arrays in memory, and
                          light in BYTES_ACCESSED, unless they copy tiles.
@@ -84,6 +86,8 @@ KERNELS = (
     *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "select_and_gather_add"),
 )
 _ANY = math.inf
+MOST_JOINED = 8  # arrays that are joined in a fused loop (kMaxConcatenateArguments in XLA)
+_RUN, _JOINED = 64, 2048  # bytes of a row and of a result that are joined by copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +99,9 @@ class Fusion:
         kinds: operation -> its kind.
         unlisted: the kind of all other operations.
         repeats: costly operations that are repeated like cheap ones.
+        costly: operations that are not repeated besides those that are costly everywhere.
+        writes_joins: arrays that are joined along their last dimension, or more than `MOST_JOINED`, are in memory, and
+            so is the result, unless it is small.
         cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of, as
             long as none of them depends on it by way of memory; what is made of one array is repeated by kernels that
             can, if it is written for others.
@@ -108,6 +115,8 @@ class Fusion:
     kinds: Mapping[str, str] = field(default_factory=lambda: KINDS)
     unlisted: str = KERNEL
     repeats: tuple[str, ...] = ()
+    costly: tuple[str, ...] = ()
+    writes_joins: bool = False
     cheap_repeats: bool = False
     products_absorb: bool = False
     scatters_fuse: bool = False
@@ -124,6 +133,8 @@ class Fusion:
             and op.params["dimension_numbers"].operand_batching_dims
         ):
             return LIGHT
+        if self.writes_joins and op.name in ("concatenate", "stack") and _is_copied_by_rows(op):
+            return KERNEL
         return self.kinds.get(op.name, self.unlisted)
 
     def reads_memory(self, kind: str) -> bool:
@@ -136,16 +147,40 @@ class Fusion:
 
     def is_costly(self, name: str) -> bool:
         """Whether an operation takes too long to be repeated."""
-        return name in COSTLY and name not in self.repeats
+        return name in self.costly or (name in COSTLY and name not in self.repeats)
 
     def is_cheap(self, name: str) -> bool:
         """Whether an operation is light and not costly."""
         return self.kinds.get(name) == LIGHT and not self.is_costly(name)
 
 
+def _is_copied_by_rows(op: Op) -> bool:
+    """Whether arrays are joined by copies of runs of bytes, in a kernel of its own.
+
+    (openxla/xla, xla/service/cpu/cpu_instruction_fusion.cc: `is_minor_dim_concatenate`.)
+    """
+    result, dim = op.equation.outvars[0].aval, op.params.get("dimension", op.params.get("axis"))
+    if len(op.inputs) > MOST_JOINED:
+        return True
+    run = result.shape[-1] * result.dtype.itemsize
+    return (
+        len(result.shape) > 1
+        and dim == len(result.shape) - 1
+        and run >= _RUN
+        and result.size * result.dtype.itemsize >= _JOINED
+    )
+
+
 #: XLA on GPUs: matrix products are library calls, everything light is fused into loops.
 GPU = Fusion({LIGHT: _ANY, REDUCTION: _ANY, STORE: _ANY})
-CPU = replace(GPU, repeats=SINES, cheap_repeats=True)
+CPU = replace(
+    GPU,
+    kinds={**KINDS, **dict.fromkeys(("gather", "stack", "unstack"), LIGHT)},
+    repeats=SINES,
+    costly=("gather",),
+    cheap_repeats=True,
+    writes_joins=True,
+)
 TPU = Fusion(
     {LIGHT: _ANY, REDUCTION: _ANY, STORE: _ANY, PRODUCT: _ANY},
     repeats=COSTLY,

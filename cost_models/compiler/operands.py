@@ -115,6 +115,16 @@ def broadcast_key(p: Program, atom: Atom, dims: Sequence[int], result: Type, beh
     return "broadcast", p.behind(source) if isinstance(source, int) else str(source), kept, result, behind
 
 
+def multiplies(p: Program, op: Op) -> bool:
+    """Whether a division is a multiplication by the reciprocal of what is broadcast."""
+    if op.name != "div" or not p.backend.has_library or p.graph.types[op.outputs[0]].dtype != "float32":
+        return False
+    divisor = p.root(op.inputs[1])
+    maker = p.graph.producers.get(p.behind(divisor)) if isinstance(divisor, int) else None
+    whole = p.graph.type_of(op.inputs[1]).size == p.graph.types[op.outputs[0]].size
+    return not whole or (maker is not None and maker.name == "broadcast_in_dim" and not _adds_dims(p, maker))
+
+
 def _adds_dims(p: Program, op: Op) -> bool:
     """A broadcast that adds nothing but dimensions of one element."""
     return op.name == "broadcast_in_dim" and p.graph.type_of(op.inputs[0]).size == p.graph.types[op.outputs[0]].size
@@ -123,6 +133,8 @@ def _adds_dims(p: Program, op: Op) -> bool:
 def _dot_order(op: Op, k: int, position: int) -> list[int]:
     """Batch, rows, contracted; batch, contracted, columns. Empty for (batches of) matrices, contracted on either side.
 
+    A batch of one is none, so that its operands are reshaped.
+
     `position`: that of operand k as the product is made.
 
     (openxla/xla, xla/service/dot_decomposer.cc.)
@@ -130,8 +142,17 @@ def _dot_order(op: Op, k: int, position: int) -> list[int]:
     contracted, batch = op.params["dimension_numbers"]
     free, rank = free_dims(op, k), len(op.equation.invars[k].aval.shape)
     if rank <= 2 or (tuple(batch[k]) in ((), (0,)) and max(len(free), len(contracted[k])) <= 1):
-        return []
+        return [*range(rank)] if is_single(op) else []
     return [*batch[k], *free, *contracted[k]] if position == 0 else [*batch[k], *contracted[k], *free]
+
+
+def is_single(op: Op) -> bool:
+    """Whether a product is a batch of one.
+
+    (openxla/xla, xla/hlo/transforms/simplifiers/algebraic_simplifier.cc: `RemoveDegenerateDimensionFromDot`.)
+    """
+    _, (batch, _) = op.params["dimension_numbers"]
+    return bool(batch) and all(op.equation.invars[0].aval.shape[d] == 1 for d in batch)
 
 
 def _conv_order(op: Op, k: int, _position: int) -> list[int]:

@@ -9,7 +9,12 @@
     transpose(broadcast(x))         broadcast(x)                                      algebraic_simplifier.cc
     reduce(transpose(x))            reduce(x)                                         algebraic_simplifier.cc
     f(transpose(x))                 transpose(f(x)), where that dissolves             reshape_mover.cc
+    transpose(f(transpose(x)))      f(x), where the one undoes the other              reshape_mover.cc
     x * 1, x / 1, x + 0, x - 0      x                                                 algebraic_simplifier.cc
+    max(x, -inf), min(x, inf)       x                                                 algebraic_simplifier.cc
+    slice of all, join with nothing  x                                                algebraic_simplifier.cc
+    reduction of extents of 1       a reshape                                         algebraic_simplifier.cc
+    reduction of a join             the parts, reduced and combined                   algebraic_simplifier.cc
     dot without contraction         a multiplication of two broadcasts                algebraic_simplifier.cc
     dot of vectors                  a multiplication and a reduction                  algebraic_simplifier.cc
     gather of windows               windows one after the other, and a transpose,     gather_simplifier.cc
@@ -21,6 +26,7 @@ Each was read off compiled programs; the paths are those of openxla/xla, except 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,7 +35,14 @@ from autopar.cost_models.compiler.compiled_program import RENAMINGS, Frame, Prog
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, PRODUCT, REDUCTION
 from autopar.cost_models.compiler.operands import add_normalized, broadcast, made_once, new_from, prepared
 from autopar.ir.graph import Atom, Graph, Op, Type
-from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, REDUCTIONS, XLA_RAGGED_PRODUCTS
+from autopar.ir.op_sets import (
+    ADDITIONS,
+    ELEMENTWISE,
+    LOGICAL_REDUCTIONS,
+    NUMERIC_REDUCTIONS,
+    REDUCTIONS,
+    XLA_RAGGED_PRODUCTS,
+)
 from autopar.rules.ragged import batches_rows, contracts_rows
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
@@ -49,15 +62,39 @@ def alias_of(p: Program, op: Op) -> int | None:
     neutral = _NEUTRAL.get(op.name)
     if neutral is not None:
         return _without(p, op, *neutral)
+    if (part := _joins_nothing(p, op)) is not None:
+        return part
     same = _is_renaming(p, op)
     return op.inputs[0] if same and isinstance(op.inputs[0], int) else None
 
 
 def _is_renaming(p: Program, op: Op) -> bool:
     if op.name == "transpose":
-        moving = _Moving(p, tuple(op.params["permutation"]))
-        return op.inputs[0] in p.swapped or (p.backend.has_library and moving.dissolves(op.outputs[0]))
-    return op.name in RENAMINGS
+        permutation = tuple(op.params["permutation"])
+        dissolves = p.backend.has_library and _Moving(p, permutation).dissolves(op.outputs[0])
+        return (
+            op.inputs[0] in p.swapped or dissolves or (p.backend.has_library and _undoes(p, op.inputs[0], permutation))
+        )
+    return op.name in RENAMINGS or _takes_all(op) or (p.backend.has_library and _reduces_nothing(op))
+
+
+def _reduces_nothing(op: Op) -> bool:
+    """A reduction of dimensions of one element, which is a reshape."""
+    if op.name not in (*NUMERIC_REDUCTIONS, *LOGICAL_REDUCTIONS):
+        return False
+    shape = op.equation.invars[0].aval.shape
+    return all(shape[d] == 1 for d in op.params["axes"])
+
+
+def _takes_all(op: Op) -> bool:
+    """A slice of everything."""
+    return op.name == "slice" and op.equation.invars[0].aval.shape == op.equation.outvars[0].aval.shape
+
+
+def _joins_nothing(p: Program, op: Op) -> int | None:
+    """The only operand of a join that is not empty."""
+    parts = [atom for atom in op.inputs if p.graph.type_of(atom).size] if op.name == "concatenate" else []
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], int) else None
 
 
 #: Operation -> its neutral element, and the positions of operands that may be that.
@@ -66,6 +103,8 @@ _NEUTRAL: Mapping[str, tuple[float, tuple[int, ...]]] = {
     "div": (1.0, (1,)),
     **dict.fromkeys(ADDITIONS, (0.0, (0, 1))),
     "sub": (0.0, (1,)),
+    "max": (-math.inf, (0, 1)),
+    "min": (math.inf, (0, 1)),
 }
 
 
@@ -143,6 +182,23 @@ class _Moving:
         if maker.name == "transpose":
             return tuple(maker.params["permutation"]) == self.permutation
         return maker.name == "broadcast_in_dim" and self.p.graph.type_of(maker.inputs[0]).rank <= 1
+
+
+def _undoes(p: Program, atom: Atom, permutation: tuple[int, ...]) -> bool:
+    """Whether a value is made elementwise of transposes that this permutation undoes."""
+    inverse = tuple(permutation.index(d) for d in range(len(permutation)))
+    moving, waiting, seen = _Moving(p, inverse), [atom], {atom}
+    if not moving.is_transposed(atom):
+        return False
+    while waiting:
+        v = waiting.pop()
+        maker = p.graph.producers.get(v) if isinstance(v, int) else None
+        if maker is not None and maker.name == "transpose":
+            return True
+        made_of = [x for x in maker.inputs if x not in seen] if maker is not None and maker.name in ELEMENTWISE else []
+        seen.update(made_of)
+        waiting.extend(made_of)
+    return False
 
 
 def hashes(graph: Graph, op: Op) -> bool:
@@ -298,7 +354,8 @@ def _leads_with_windows(p: Program, op: Op) -> bool:
 def _gather_and_transpose(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     """A loop reads a copy of the transpose in its own order; what else reads it reads the windows as gathered."""
     gathered, looped = p.new(op.outputs[0]), [_is_loop(use.op) for use in p.graph.uses.get(op.outputs[0], ())]
-    frame.steps.append(Step(op, op.name, KERNEL, values(p.operands(op)), (gathered,), after))
+    kind = p.backend.fusion.kind(op)
+    frame.steps.append(Step(op, op.name, kind, values(p.operands(op)), (gathered,), after))
     if not any(looped):
         frame.steps.append(Step(op, "turn", LIGHT, (gathered,), op.outputs))
     elif all(looped):
@@ -313,6 +370,46 @@ def _is_loop(reader: Op | None) -> bool:
     return reader is not None and reader.name in ("scan", "while")
 
 
+# Reductions of joined arrays
+
+#: Reduction -> the operation that combines the reductions of parts.
+_COMBINES: Mapping[str, str] = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "mul"}
+
+
+def _splits(p: Program, op: Op) -> bool:
+    """A reduction along the dimension in which its operand is joined."""
+    maker = _join_of(p, op)
+    return maker is not None and _joined_dim(maker) in op.params["axes"]
+
+
+def _join_of(p: Program, op: Op) -> Op | None:
+    """What joins the operand of a reduction."""
+    read = p.operands(op)[0]
+    maker = p.graph.producers.get(p.behind(read)) if isinstance(read, int) else None
+    joins = maker is not None and maker.name in ("stack", "concatenate") and len(maker.inputs) > 1
+    return maker if joins and p.backend.splits_reductions else None
+
+
+def _joined_dim(join: Op) -> int:
+    return join.params["axis"] if join.name == "stack" else join.params["dimension"]
+
+
+def _reduce_parts(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """Reduce each part by itself, unless nothing of it is left to reduce, and combine the results."""
+    join = _join_of(p, op)
+    assert join is not None
+    parts: list[Atom] = []
+    for part in p.operands(join):
+        whole = join.name == "stack" and len(op.params["axes"]) == 1
+        if isinstance(part, int) and not whole:
+            reduced = p.new(op.outputs[0])
+            add_normalized(p, frame, Step(op, op.name, REDUCTION, (part,), (reduced,), after))
+            part = reduced
+        parts.append(part)
+    frame.steps.append(Step(op, _COMBINES[op.name], LIGHT, values(parts), op.outputs, after))
+    p.cheap.update(op.outputs)
+
+
 # Masks
 
 
@@ -324,7 +421,7 @@ def _masks(p: Program, op: Op) -> bool:
 def _mask_of(p: Program, op: Op, k: int) -> int | None:
     """What an operand of the result's shape is converted from, if a boolean in the same order of dimensions."""
     read = p.operands(op)[k]
-    maker = p.graph.producers.get(read) if isinstance(read, int) else None
+    maker = p.graph.producers.get(p.behind(read)) if isinstance(read, int) else None
     if maker is None or maker.name != "convert_element_type" or not isinstance(maker.inputs[0], int):
         return None
     type_ = p.graph.types[maker.inputs[0]]
@@ -332,10 +429,12 @@ def _mask_of(p: Program, op: Op, k: int) -> int | None:
 
 
 def _select(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    """Select the other factor, or zero."""
+    """Select the other factor, or zero; a copy of what is converted is there all the same."""
     k, mask = next((k, mask) for k in range(len(op.inputs)) if (mask := _mask_of(p, op, k)) is not None)
     factors = prepared(p, frame, op, p.operands(op))
-    frame.steps.append(Step(op, "select_n", LIGHT, values((p.root(mask), factors[1 - k])), op.outputs, after))
+    copies = [v for v in values(factors[k : k + 1]) if v in p.tokens]
+    read = values((p.root(mask), *copies, factors[1 - k]))
+    frame.steps.append(Step(op, "select_n", LIGHT, read, op.outputs, after))
     p.cheap.update(op.outputs)
 
 
@@ -349,6 +448,7 @@ _TABLE: Mapping[str, tuple[tuple[_Applies, Simplification], ...]] = {
     "add_any": ((_accumulates, _scatter_into_operand),),
     "mul": ((_masks, _select),),
     "transpose": ((_is_broadcast, _broadcast_again),),
+    **dict.fromkeys(_COMBINES, ((_splits, _reduce_parts),)),
     "dot_general": ((_contracts_nothing, _multiply), (_is_of_vectors, _multiply_and_reduce)),
     "ragged_dot_general": ((_is_masked, _mask_groups),),
     "gather": ((_leads_with_windows, _gather_and_transpose),),

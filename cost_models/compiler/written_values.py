@@ -35,10 +35,12 @@ from autopar.cost_models.compiler.bf16_demotion import narrowed
 from autopar.cost_models.compiler.compiled_program import RESHAPE, ROUND, Program, Step
 from autopar.cost_models.compiler.cpu_kernels import kernels
 from autopar.cost_models.compiler.fusion import LIGHT, LOOP, PRODUCT, REDUCTION, Fusion
+from autopar.cost_models.compiler.operands import multiplies
 from autopar.ir.op_sets import BROADCASTS, COSTLY, ELEMENTWISE, JOINS
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
 _HALF = 0.5
+_JOINS = (*JOINS, "stack")
 _MAX_DUPLICATION = 15  # times that a kernel emits the code of one value (kAllowedCodeDuplication in XLA)
 
 
@@ -49,11 +51,13 @@ class Written:
     Attributes:
         values: values that have a buffer of their own, arguments among them.
         sources: value -> the written values and tokens that reading it means reading.
-        beneath: written value that is thin or cheap -> what those read that repeat it instead.
+        beneath: written value that is thin or cheap, or a copy of it -> what those read that repeat it instead.
         repeating: steps (by identity) that repeat such values.
         narrow: values that are kept in half their bytes (`autopar.cost_models.compiler.bf16_demotion`).
         absorbed: product whose result is not written -> the result of the light step that its kernel writes instead.
         inner: light step (by identity) that runs in a product's kernel -> what the product reads there.
+        repeated_through: tokens that are read by steps alone that repeat what is copied, where that is in their layout.
+        library: steps (by identity) that run in kernels of a library.
     """
 
     values: frozenset[int]
@@ -63,6 +67,8 @@ class Written:
     narrow: frozenset[int]
     absorbed: Mapping[int, int] = field(default_factory=dict)
     inner: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    repeated_through: frozenset[int] = frozenset()
+    library: frozenset[int] = frozenset()
 
     def has_product(self, step: Step) -> bool:
         """A step that is a product, or runs in the kernel of one."""
@@ -137,7 +143,7 @@ class _Writing:
         if step.name in ("broadcast_in_dim", "spread"):
             size = self.p.type_of(step.outputs[0]).nbytes
             return sum(self.p.type_of(v).nbytes for v in step.inputs) <= _HALF * size
-        if not step.inputs or step.name in JOINS:
+        if not step.inputs or step.name in _JOINS:
             return False
         inputs = {*map(self.p.behind, step.inputs)}
         return self.thin >= inputs and len(inputs - self.constant) <= 1
@@ -220,7 +226,7 @@ class _Writing:
         (openxla/xla, xla/service/elemental_ir_emitter.cc: `OpInvalidatesCache`.)
         """
         maker = self.makers.get(value)
-        return maker is not None and maker.name in JOINS
+        return maker is not None and maker.name in _JOINS
 
     def absorbs(self, product: Step, ends: Mapping[int, Step]) -> Step | None:
         """The light step that a product's kernel does on the way out: one of `ends`, which alone is made of it.
@@ -259,7 +265,7 @@ class _Writing:
         if step.kind != LIGHT or not repeats or self._is_costly(step):
             return False
         v = step.outputs[0]
-        return v not in self.thin and v not in self.barred and self._is_unary(step)
+        return v not in self.thin and v not in self.barred and not self._branches(v) and self._is_unary(step)
 
     @cached_property
     def barred(self) -> frozenset[int]:
@@ -343,17 +349,23 @@ class _Writing:
         readers_outside = readers if number is None else [r for r in readers if self.library.get(id(r)) != number]
         if value in self.leaving or any(self._needs_memory(value, r) for r in readers_outside):
             return True
-        if any(id(r) in self.library for r in readers_outside) or (number is not None and value not in self.thin):
+        if number is not None or any(id(r) in self.library for r in readers_outside):
             return bool(readers_outside)
         joins = value in self.detoured if self.fusion.cheap_repeats else self.weight[value] > 1
         return len(self._kernels(value)) > 1 and (joins or self._is_costly(step))
 
     def _is_costly(self, step: Step) -> bool:
         """A step that is not repeated: arithmetic that costs, or what is rounded to bfloat16."""
-        if step.name in COSTLY:
+        if self._multiplies(step):
+            return False
+        if step.name in COSTLY or self.fusion.is_costly(step.name):
             return self.fusion.is_costly(step.name)
         rounds = step.name in ELEMENTWISE or step.name == ROUND
         return rounds and self.p.backend.widens and self.p.type_of(step.outputs[0]).dtype == "bfloat16"
+
+    def _multiplies(self, step: Step) -> bool:
+        """A division that is a multiplication by the reciprocal of what is broadcast."""
+        return step.name == "div" and step.op.name == "div" and multiplies(self.p, step.op)
 
     def _needs_memory(self, value: int, step: Step) -> bool:
         """A step that nothing is fused into; a loop makes thin values in its body, if it does not start from them."""
@@ -396,18 +408,22 @@ class _Writing:
         sources: dict[int, tuple[int, ...]] = {v: (v,) for v in self.kept}
         beneath: dict[int, tuple[int, ...]] = {}
         repeating: set[int] = set()
+        repeated_through: dict[int, bool] = {}
         may_be_beneath = self.kept & (self.thin | self.repeated)  # asking what repeats others would be for nothing
 
         def read(value: int, repeats: bool = False) -> tuple[int, ...]:
             behind = self.p.behind(value)
             if value == behind:
                 return beneath[value] if repeats and value in beneath else sources.get(value, ())
+            if behind in beneath and self.p.backend.has_library:
+                repeated_through[value] = repeated_through.get(value, True) and repeats
+                beneath[value] = (value, *beneath[behind])
             if value not in sources:
                 sources[value] = (value,) if behind in self.kept else (value, *sources.get(behind, ()))
-            return sources[value]
+            return beneath[value] if repeats and value in beneath else sources[value]
 
         for step in self.steps:
-            repeats = not may_be_beneath.isdisjoint(step.inputs) and self._repeats(step)
+            repeats = not may_be_beneath.isdisjoint(map(self.p.behind, step.inputs)) and self._repeats(step)
             if repeats:
                 repeating.add(id(step))
             read_by = [read(v, repeats) for v in step.inputs]
@@ -428,4 +444,15 @@ class _Writing:
         ends.update(self._fused_products())
         narrow = narrowed(self.p, self.steps, self.readers, self.thin, self.leaving, ends)
         inner = {id(end): frozenset(sources[v]) for v, end in self.absorbed.items()}
-        return Written(frozenset(self.kept), sources, beneath, frozenset(repeating), narrow, ends, inner)
+        through = frozenset(token for token, repeats in repeated_through.items() if repeats)
+        return Written(
+            frozenset(self.kept),
+            sources,
+            beneath,
+            frozenset(repeating),
+            narrow,
+            ends,
+            inner,
+            through,
+            frozenset(self.library),
+        )

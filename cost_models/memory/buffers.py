@@ -25,13 +25,14 @@ from typing import cast
 import numpy as np
 
 from autopar.cost_models.compiler.backends import Backend
-from autopar.cost_models.compiler.compiled_program import IN_PLACE_OPERAND, OVERWRITES, Program, Step
+from autopar.cost_models.compiler.compiled_program import OVERWRITES, Program, Step
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, LOOP, PRODUCT
+from autopar.cost_models.compiler.fusion import KERNEL, LOOP, PRODUCT
+from autopar.cost_models.compiler.in_place import overwritten
 from autopar.cost_models.compiler.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.compiler.manual import workspace_bytes
 from autopar.cost_models.compiler.simplifications import hashes
-from autopar.cost_models.compiler.written_values import Written, written
+from autopar.cost_models.compiler.written_values import written
 from autopar.cost_models.memory.copies import add_copies
 from autopar.cost_models.memory.sizes import Buffer, End, Sizes
 from autopar.cost_models.sharding.groups import WHOLE, Binding, Model, source_dims
@@ -78,10 +79,10 @@ def buffers(
     within = _within(program, lives, ends)
     values = _Values(sizes, donated_positions, frozenset(graph.inputs[i] for i in hosted), frozenset(within))
     values.arguments()
-    overwritten = _overwritten(program, w, lives)
-    values.others(overwritten)
+    taken_over = overwritten(program, w, lives, values.elsewhere)
+    values.others(taken_over)
     carried = (*filter(None, within.values()),)
-    add_copies(sizes, tuple(ends), _settling(graph, ends, donated_positions), carried, values.elsewhere, overwritten)
+    add_copies(sizes, tuple(ends), _settling(graph, ends, donated_positions), carried, values.elsewhere, taken_over)
     return Buffers(program, lives, tuple(sizes.buffers), sizes.all())
 
 
@@ -160,23 +161,37 @@ class _Values:
                 moments.setdefault(v, []).append(moment)
         return moments
 
-    def others(self, overwritten: AbstractSet[int]) -> None:
+    def others(self, taken_over: AbstractSet[int]) -> None:
         """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
         b = self.sizes
         p, constants = b.program, (c for c, _ in b.graph.constants)
         skipped = {*b.graph.inputs, *constants, *p.tokens, *p.transposed_again, *self.elsewhere}
         for v, birth in b.lives.birth.items():
             if v not in skipped:
-                self._value("value", v, birth, b.lives.death[v] - (v in overwritten))
+                self._value("value", v, birth, b.lives.death[v] - (v in taken_over))
             if v in b.makers and b.makers[v].op.name == MANUAL and v == b.makers[v].outputs[0]:
                 self._workspace(v, b.makers[v].op, birth)
             if v in b.makers and b.makers[v].name in ATTENTION and v == b.makers[v].outputs[0]:
                 self._gathered(v, b.makers[v].op, birth)
-            if v in b.makers and b.makers[v].kind in (KERNEL, PRODUCT):
+            if v in b.makers and (b.makers[v].kind in (KERNEL, PRODUCT) or b.makers[v].name == "gather"):
                 self._unsummed(v, b.makers[v], birth, written=True)
+        for step, moment in self._fused_gathers():
+            self._unsummed(step.outputs[0], step, moment, written=False)
         for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
             for v in (v for v in step.outputs if v in b.w.absorbed):
                 self._unsummed(v, step, b.lives.birth[b.w.absorbed[v]], written=False)
+
+    def _fused_gathers(self) -> Iterator[tuple[Step, int]]:
+        """Gathers that a kernel does itself, and the moment of that kernel; where they are summed they are written."""
+        b = self.sizes
+        steps = [s for frame in b.program.top.walk() for s in frame.steps]
+        gathers = [s for s in steps if s.name == "gather" and s.outputs[0] not in b.w.values]
+        kernels: dict[int, int] = {}  # value that is not written -> the first moment that reads it
+        for step in reversed(steps) if gathers else ():
+            moments = [moment for v in step.outputs if (moment := b.lives.birth.get(v, kernels.get(v))) is not None]
+            for v in map(b.program.behind, step.inputs if moments else ()):
+                kernels[v] = min(moments[0], kernels.get(v, moments[0]))
+        yield from ((s, kernels[s.outputs[0]]) for s in gathers if s.outputs[0] in kernels)
 
     @cached_property
     def elsewhere(self) -> frozenset[int]:
@@ -298,28 +313,3 @@ class _Values:
         if self.sizes.backend.sums_in_place:
             return scattered if written else summed
         return summed + scattered  # without a reduce-scatter, the sum is whole as well before a piece is kept
-
-
-def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
-    """Values and copies that a step, which reads them last, overwrites with a result of the same bytes.
-
-    Light steps and scatters overwrite any operand that is no copy, routines of LAPACK the one that they work in.
-    """
-    by_death: dict[int, list[int]] = {}
-    for v, moment in lives.death.items():
-        if v not in p.tokens and v not in p.graph.names:
-            by_death.setdefault(moment, []).append(v)
-    overwritten: set[int] = set()
-    for moment, step in enumerate(lives.moments):
-        if step.kind == LIGHT or step.name in OVERWRITES:
-            read = [v for v in w.reads(step) if v not in w.inner.get(id(step), ())]
-            size = p.type_of(step.outputs[0]).nbytes
-            for v in by_death.get(moment, ()):
-                if v in read and p.type_of(v).nbytes == size and lives.birth[v] < moment:
-                    overwritten.add(v)
-                    break
-        elif step.name in IN_PLACE_OPERAND and p.backend.solves_in_place:
-            v = step.inputs[IN_PLACE_OPERAND[step.name]]
-            if lives.death.get(v) == moment and p.type_of(v).nbytes == p.type_of(step.outputs[0]).nbytes:
-                overwritten.add(v)
-    return overwritten

@@ -81,7 +81,7 @@ def add_copies(
 
 @dataclass(eq=False)
 class _Copies:
-    """What is known of the ends: when they read, and whether only products do."""
+    """What is known of the ends: when they read, whether only products do, or only what repeats it."""
 
     sizes: Sizes
     carried: frozenset[End]
@@ -89,6 +89,7 @@ class _Copies:
     overwritten: Collection[int]
     spans: dict[End, tuple[int, int]] = field(default_factory=dict)
     narrow: dict[End, bool] = field(default_factory=dict)
+    repeated: dict[End, bool] = field(default_factory=dict)  # readers repeat what is in their layout
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
     ready: dict[int, bool] = field(default_factory=dict)  # by value: `Written.is_ready`
@@ -104,6 +105,7 @@ class _Copies:
         for token, (_, key) in self.sizes.program.tokens.items():
             end = cast(End, key)
             self.narrow[end] = self.narrow.get(end, True) and token in self.sizes.w.narrow
+            self.repeated[end] = self.repeated.get(end, True) and token in self.sizes.w.repeated_through
             if token in lives.birth:
                 birth, death = self.spans.get(end, (lives.end, 0))
                 self.spans[end] = (
@@ -134,7 +136,8 @@ class _Copies:
         last = self._last(value)
         if last is not None:
             alive_until = self._outlives(value, last, death)
-            link.same("value", alive_until + 1, death)
+            if not self.repeated.get(end, False):
+                link.same("value", alive_until + 1, death)
             link.other("value", alive_until + 1, birth - 1, of_target=False)
             if death > alive_until:
                 self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(
