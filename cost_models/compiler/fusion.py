@@ -35,8 +35,8 @@ Where they answer differently about one operation, the compiler's record is righ
 
     products             on CPU and GPU they are calls of a library, whose operands are in memory. BYTES_ACCESSED was
                          fitted to TPU v5e alone, and counts operands as computed in the kernel everywhere.
-    ragged products      run in a kernel of its own; on TPU what is light is taken to be computed in it, which was never
-                         compared with a compiled program.
+    ragged products      of XLA run in a kernel of their own; on TPU what is light is taken to be computed in it, which
+                         was never compared with a compiled program.
     scatters             of one element for each row are light on TPU, and kernels in BYTES_ACCESSED.
     gathers              are light and costly on CPU, and kernels in BYTES_ACCESSED and elsewhere. On CPU, arrays are
                          joined along their last dimension by kernels, and light in BYTES_ACCESSED.

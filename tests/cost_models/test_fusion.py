@@ -41,7 +41,7 @@ def test_kinds_of_operations_differ_where_it_is_stated(backend: Backend) -> None
     different = {name: both for name, both in kinds.items() if both[0] != both[1]}
     assert different == {
         **dict.fromkeys(LIGHT_IN_BYTES, (KERNEL, LIGHT)),
-        **dict.fromkeys(op_sets.RAGGED_PRODUCTS, (PRODUCT, KERNEL)),
+        **dict.fromkeys(op_sets.XLA_RAGGED_PRODUCTS, (PRODUCT, KERNEL)),
     }
 
 
