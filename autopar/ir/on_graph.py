@@ -23,18 +23,19 @@ def cached_on_graph(function: Callable[Concatenate[Graph, P], R]) -> Callable[Co
     """The function, computed once for each graph, and for each of the last other arguments it had for that graph.
 
     Args:
-        function: of a graph, and of hashable arguments, which are passed by position.
+        function: of a graph, and of hashable arguments.
     """
 
     @wraps(function)
     def cached(graph: Graph, *args: P.args, **kwargs: P.kwargs) -> R:
         kept = graph.kept.setdefault(function, {})
-        if args in kept:
-            return kept[args]
+        key = args, tuple(kwargs.items())
+        if key in kept:
+            return kept[key]
         result = function(graph, *args, **kwargs)
         if len(kept) >= MOST_KEPT:
             kept.pop(next(iter(kept)), None)  # the oldest
-        kept[args] = result
+        kept[key] = result
         return result
 
     return cached
