@@ -284,3 +284,12 @@ def test_the_published_step_of_gpt_has_its_three_ways() -> None:
     assert (
         "over model (2 ways: attention by heads, batch sharded between products, columns of weights, rows of" in words
     )
+
+
+def test_state_that_is_sharded_along_an_axis_of_replicated_computation_is_told() -> None:
+    model = zoo.build("mlp-toy", batch=4096)  # a small step, for which sending the batch's gradients does not pay
+    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(8,))
+    assert not plan.forms["x"]
+    assert plan.summary().splitlines()[1] == (
+        "computation replicated over x (8 ways); weights sharded over x (FSDP, ZeRO-3)"
+    )

@@ -200,4 +200,4 @@ def test_notes_and_status_are_told(base):
 
 def test_units():
     assert [size(n) for n in (0, 999, 1000, 2.5e6, 3.21e9)] == ["0 B", "999 B", "1 kB", "2.5 MB", "3.21 GB"]
-    assert [seconds(t) for t in (0.0, 2e-9, 3e-5, 0.0421, 2.0)] == ["0 s", "2e-09 s", "30 us", "42.1 ms", "2 s"]
+    assert [seconds(t) for t in (0.0, 2e-9, 3e-5, 0.0421, 2.0)] == ["0 s", "2 ns", "30 us", "42.1 ms", "2 s"]

@@ -75,7 +75,7 @@ def missing_unit(budget: float) -> Iterator[str]:
 
 def seconds(t: float) -> str:
     """Seconds with a unit, three digits."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
         if t >= scale:
             return f"{t / scale:.3g} {unit}"
     return "0 s" if t == 0 else f"{t:.2g} s"

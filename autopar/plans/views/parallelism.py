@@ -61,7 +61,7 @@ def _axes(plan: PlanRecord) -> Iterator[str]:
         over = f"over {listed(axes)}"
         ways = f"{_ways(plan, axes)} ways"
         if not names:
-            yield f"everything replicated {over} ({ways})"
+            yield f"computation replicated {over} ({ways})"
         else:
             alone = len(names) == 1 and names[0][1] >= 100 * MOST_SHARE
             shares = [name if alone else f"{name} ({share}%)" for name, share in names]
@@ -124,7 +124,8 @@ def _sharded_state(plan: PlanRecord) -> Iterator[str]:
     """The stage of ZeRO along the axes that leave weights whole; axes that share a text are told together."""
     texts: dict[str, list[str]] = {}
     for number, axis in enumerate(plan.mesh_names):
-        if largest(plan.forms.get(axis, {})) in WHOLE_WEIGHTS:
+        shares = plan.forms.get(axis, {})
+        if not shares or largest(shares) in WHOLE_WEIGHTS:
             for text in _sharded_along(plan, number, axis):
                 texts.setdefault(text, []).append(axis)
     yield from (text.format(listed(axes)) for text, axes in texts.items())
