@@ -116,6 +116,8 @@ class Program:
             earlier transposed copy, or what is converted from it -> the earlier one's key (None: made of the value).
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
         parts: what an unrolled loop stacks -> what is stacked there, in the order of the stack.
+        runs: for each further iteration of an unrolled loop, value of its body -> the atom that is there instead.
+        run_of: token of such an iteration -> its number in `runs`.
         barriers: what each barrier holds, all of which is written to memory.
         behind_barriers: value -> barriers it is behind, if only light steps are between.
         fenced: values that count as others than those whose buffers they are: they are behind a barrier.
@@ -137,6 +139,8 @@ class Program:
     transposed_again: dict[int, Hashable] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
     parts: dict[int, tuple[Atom, ...]] = field(default_factory=dict)
+    runs: list[Mapping[int, Atom]] = field(default_factory=list)
+    run_of: dict[int, int] = field(default_factory=dict)
     barriers: list[tuple[int, ...]] = field(default_factory=list)
     behind_barriers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     fenced: set[int] = field(default_factory=set)

@@ -186,7 +186,7 @@ def _unrolled(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
             else:
                 frame.steps.append(Step(op, "slice", LIGHT, values([atom]), (again.define(v),)))
         frame.steps.extend(again.steps(template.steps))
-        results.append(tuple(map(again.atom, left)))
+        results.append(tuple(map(again.as_made, left)))
     p.alias.update(zip(op.outputs[:carries], results[-1], strict=False))
     joined = [*zip(*(results[i] for i in order), strict=True)][carries:]
     for v, parts in zip(op.outputs[carries:], joined, strict=True):

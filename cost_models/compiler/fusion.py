@@ -38,8 +38,8 @@ Where they answer differently about one operation, the compiler's record is righ
     ragged products      of XLA run in a kernel of their own; on TPU what is light is taken to be computed in it, which
                          was never compared with a compiled program.
     scatters             of one element for each row are light on TPU, and kernels in BYTES_ACCESSED.
-    gathers              are light and costly on CPU, and kernels in BYTES_ACCESSED and elsewhere. On CPU, arrays are
-                         joined along their last dimension by kernels, and light in BYTES_ACCESSED.
+    gathers              are light and costly on CPU, and kernels in BYTES_ACCESSED and elsewhere.
+    joins                along the last dimension are kernels on CPU, and light in BYTES_ACCESSED.
     what is not listed   (factorisations, `dynamic_update_slice`, callbacks, rare elementwise operations) is a kernel to
                          compilers, and light in BYTES_ACCESSED. Reshapes are other names for arrays in memory, and
                          light in BYTES_ACCESSED, unless they copy tiles.

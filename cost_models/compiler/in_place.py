@@ -106,7 +106,7 @@ class _Sharing:
         read = {v for v in self.w.reads(step) if v not in self.w.inner.get(id(step), ())}
         if self.p.backend.shares_strictly:
             matrix = step.outputs[0] in self.matrices
-            read = {v for v in self.elementwise(step) & read if v not in self.joined and v not in self._gathered}
+            read = {v for v in self.elementwise(step) & read if v not in self.joined}
             read = {v for v in read if (v in self.matrices) == matrix}
         return next((v for v in dying if v in read), None)
 
@@ -176,13 +176,8 @@ class _Sharing:
         return {v: step for step in self._steps for v in step.outputs}
 
     @cached_property
-    def _gathered(self) -> frozenset[int]:
-        """Results of gathers, which are made with a dimension for each that is indexed."""
-        return frozenset(v for s in self._steps if s.name == "gather" for v in s.outputs)
-
-    @cached_property
     def matrices(self) -> frozenset[int]:
-        """Values of more dimensions that are matrices in memory.
+        """Values that are made in other dimensions than they have: those of a matrix, or of a gather's windows.
 
         (openxla/xla, xla/hlo/transforms/simplifiers/reshape_mover.cc.)
         """
@@ -193,7 +188,7 @@ class _Sharing:
             if step.name in ("broadcast_in_dim", "spread") and all(self.p.type_of(v).rank == 0 for v in read):
                 scalars.update(step.outputs)
                 continue
-            product = step.name == "dot_general" and _is_reshaped(step.op)
+            product = step.name == "gather" or (step.name == "dot_general" and _is_reshaped(step.op))
             arithmetic = step.name in (*ELEMENTWISE, RESHAPE) and not read <= scalars
             if product or (arithmetic and read <= matrices | scalars):
                 matrices.update(step.outputs)

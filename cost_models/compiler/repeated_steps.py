@@ -1,13 +1,15 @@
 """Steps that run again on other values: the iterations of a loop that is unrolled.
 
-Each iteration defines values of its own, of the types and layouts of the first one's (`Program.like`). They are read as
-they are made: copies in other layouts are those of the first iteration, of which one is there at a time.
+Each iteration defines values of its own, of the types and layouts of the first one's (`Program.like`), and reads copies
+of its own in other layouts (`Program.runs`). Those in a loop within the loop that is unrolled as well are read as they
+are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from autopar.cost_models.compiler.compiled_program import Frame, Program, Step, values
 from autopar.ir.graph import Atom
@@ -24,13 +26,28 @@ class Repetition:
 
     p: Program
     known: dict[int, Atom]
+    copies: dict[int, int] = field(default_factory=dict)  # token -> that of this run
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = len(self.p.runs)
+        self.p.runs.append(self.known)
 
     def atom(self, atom: Atom) -> Atom:
         """What is read instead of an atom or of a copy of it."""
-        if not isinstance(atom, int):
-            return atom
-        behind = self.p.behind(atom)
-        return self.known.get(behind, atom)
+        instead = self.as_made(atom)
+        if instead is atom or not isinstance(instead, int) or atom not in self.p.tokens or atom in self.p.run_of:
+            return instead
+        token = cast(int, atom)
+        if token not in self.copies:
+            copy = self.copies[token] = self.p.new(instead)
+            self.p.tokens[copy] = (instead, self.p.tokens[token][1])
+            self.p.run_of[copy] = self.number
+        return self.copies[token]
+
+    def as_made(self, atom: Atom) -> Atom:
+        """What is there instead of an atom, or of what it is a copy of."""
+        return self.known.get(self.p.behind(atom), atom) if isinstance(atom, int) else atom
 
     def steps(self, steps: Sequence[Step]) -> Iterator[Step]:
         """The steps of this run, but for those that are there for copies alone."""
@@ -54,7 +71,7 @@ class Repetition:
 
     def _pairs(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         for read, result in pairs:
-            atom, other = self.atom(read), self.atom(result)
+            atom, other = self.atom(read), self.as_made(result)
             if isinstance(atom, int) and isinstance(other, int):
                 yield atom, other
 

@@ -41,6 +41,7 @@ from autopar.ir.op_sets import (
     LOGICAL_REDUCTIONS,
     NUMERIC_REDUCTIONS,
     REDUCTIONS,
+    SCATTERS,
     XLA_RAGGED_PRODUCTS,
 )
 from autopar.rules.ragged import batches_rows, contracts_rows
@@ -139,6 +140,7 @@ class _Moving:
     p: Program
     permutation: tuple[int, ...]
     decided: dict[int, bool] = field(default_factory=dict)
+    scatters: bool = False  # scatters take up transposed updates, as those of gathers
 
     def dissolves(self, value: int) -> bool:
         """Whether it is read, and moves on until reductions, products of matrices and other transposes take it up."""
@@ -159,7 +161,8 @@ class _Moving:
 
     def _takes_up(self, reader: Op) -> bool:
         matrices = reader.name == "dot_general" and len(self.permutation) == 2
-        return matrices or reader.name == "transpose" or reader.name in REDUCTIONS
+        scatters = self.scatters and reader.name in SCATTERS
+        return scatters or matrices or reader.name == "transpose" or reader.name in REDUCTIONS
 
     def is_transposed(self, atom: Atom) -> bool:
         """Whether it is such a transpose, or can as well be made the other way round."""
@@ -352,7 +355,15 @@ def _leads_with_windows(p: Program, op: Op) -> bool:
 
 
 def _gather_and_transpose(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    """A loop reads a copy of the transpose in its own order; what else reads it reads the windows as gathered."""
+    """A loop reads a copy of the transpose in its own order; what else reads it reads the windows as gathered.
+
+    Where reductions and scatters take the transpose up, there is none.
+    """
+    rank = p.graph.types[op.outputs[0]].rank
+    if p.backend.has_library and _Moving(p, tuple(range(rank)), {op.outputs[0]: True}, True).dissolves(op.outputs[0]):
+        kind = p.backend.fusion.kind(op)
+        frame.steps.append(Step(op, op.name, kind, values(p.operands(op)), op.outputs, after))
+        return
     gathered, looped = p.new(op.outputs[0]), [_is_loop(use.op) for use in p.graph.uses.get(op.outputs[0], ())]
     kind = p.backend.fusion.kind(op)
     frame.steps.append(Step(op, op.name, kind, values(p.operands(op)), (gathered,), after))

@@ -32,6 +32,7 @@ from autopar.cost_models.memory.delayed_products import Waiting
 from autopar.cost_models.memory.sizes import End, Kind, Sizes
 from autopar.cost_models.sharding.groups import projection
 from autopar.cost_models.sharding.strategies import StrategySet
+from autopar.ir.graph import Atom
 from autopar.ir.problem import Floats, Ints
 
 
@@ -64,7 +65,14 @@ def add_copies(
     in whose memory the result of what reads them last is made.
     """
     copies, goes_back = _Copies(sizes, frozenset(carried), elsewhere, overwritten), frozenset(settling)
-    of_value: dict[int, list[End]] = {}
+    _add_copies(copies, ends, goes_back)
+    for run in range(len(sizes.program.runs)):
+        again = _Copies(sizes, frozenset(), elsewhere, overwritten, links=copies.links, run=run)
+        _add_copies(again, [end for end in ends if end in again.spans], frozenset())
+
+
+def _add_copies(copies: _Copies, ends: Sequence[End], goes_back: frozenset[End]) -> None:
+    sizes, of_value = copies.sizes, dict[int, list[End]]()
     for end in ends:
         single = end[0] not in sizes.model.copies
         if end not in goes_back and not (single and end in copies.carried):
@@ -96,6 +104,7 @@ class _Copies:
     outliving: dict[int, _Outliving] = field(default_factory=dict)  # what lasts longer than its readers by that name
     transposed_again: dict[tuple[End | int, bool], list[int]] = field(default_factory=dict)  # -> `_transposed_again`
     column_major: frozenset[End] = field(init=False)  # read by LAPACK, in column-major order
+    run: int | None = None  # of the further iterations of unrolled loops: the one whose copies these are
     waiting: Waiting = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +112,8 @@ class _Copies:
         self.column_major = self._column_major()
         lives = self.sizes.lives
         for token, (_, key) in self.sizes.program.tokens.items():
+            if self.sizes.program.run_of.get(token) != self.run:
+                continue
             end = cast(End, key)
             self.narrow[end] = self.narrow.get(end, True) and token in self.sizes.w.narrow
             self.repeated[end] = self.repeated.get(end, True) and token in self.sizes.w.repeated_through
@@ -113,12 +124,21 @@ class _Copies:
                     max(death, lives.death[token] - (token in self.overwritten)),
                 )
         for v, earlier in self.sizes.program.transposed_again.items():
-            if v in lives.birth:
+            if v in lives.birth and self.run is None:
                 end = cast(End, self.sizes.program.pieces[v])
                 for read in ((end, True), (end[0] if earlier is None else cast(End, earlier), False)):
                     self.transposed_again.setdefault(read, []).append(v)
         for i, edge in enumerate(self.sizes.model.problem.edges):
             self.edges.setdefault((edge.u, edge.v), []).append(i)
+
+    def _root(self, value: int) -> Atom:
+        """The array that a value is, in this iteration."""
+        program = self.sizes.program
+        root = program.root(value)
+        if self.run is None:
+            return root
+        run = program.runs[self.run]
+        return run[value] if value in run else run.get(root, root) if isinstance(root, int) else root
 
     def _column_major(self) -> frozenset[End]:
         program = self.sizes.program
@@ -140,9 +160,7 @@ class _Copies:
                 link.same("value", alive_until + 1, death)
             link.other("value", alive_until + 1, birth - 1, of_target=False)
             if death > alive_until:
-                self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(
-                    link, max(birth - 1, last), death
-                )
+                self.outliving[cast(int, self._root(value))] = _Outliving(link, max(birth - 1, last), death)
 
     def _fetch(self, link: _Link, end: End, birth: int, death: int) -> None:
         """A copy in another layout, the result of its all-gather before the transposition, and what waits meanwhile."""
@@ -184,7 +202,7 @@ class _Copies:
 
     def _outlives(self, value: int, last: int, death: int) -> int:
         """Until when another name's readers hold the same array: what is copied for them, as it was up to `death`."""
-        array = self.outliving.get(cast(int, self.sizes.program.root(value)))
+        array = self.outliving.get(cast(int, self._root(value)))
         if array is None or array.until <= last:
             return last
         array.link.other("value", max(last, array.first) + 1, min(array.until, death), of_target=False)
@@ -193,7 +211,7 @@ class _Copies:
     def settled(self, value: int, end: End) -> None:
         """A result that goes into another buffer at its one end: as it was made, at the moments that read it so."""
         # until the last reader of the value as it was made; from then on only the other buffer has it
-        last, root = self._read_last(value), self.sizes.program.root(value)
+        last, root = self._read_last(value), self._root(value)
         if last is not None and isinstance(root, int):
             link = self._link(value, self._binding(value), self._reader(end), [end])
             link.other("value", self.sizes.lives.birth[root], last, of_target=False)
@@ -211,10 +229,10 @@ class _Copies:
             link.wider(max(alive_until, first) + 1, until)
             link.other("value", alive_until + 1, born - 1, of_target=False)
             if until > alive_until:
-                self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(link, first, until)
+                self.outliving[cast(int, self._root(value))] = _Outliving(link, first, until)
         self._transposed_again(link, value, False)
         # Readers in the order of their last moments: each takes over what the one before it no longer needs.
-        before, birth_of_value = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
+        before, birth_of_value = first, self.sizes.lives.birth.get(cast(int, self._root(value)), born)
         if not self.carried.isdisjoint(ends):
             link.other("value", birth_of_value, born, of_target=False)
         for end in ends:
@@ -251,12 +269,12 @@ class _Copies:
 
     def _last(self, value: int) -> int | None:
         """The last moment at which a value is there by itself; None if it always is, as part of another, or never."""
-        return None if self.sizes.program.root(value) in self.elsewhere else self._read_last(value)
+        return None if self._root(value) in self.elsewhere else self._read_last(value)
 
     def _read_last(self, value: int) -> int | None:
         """The last moment at which a value is read as it was made; None for an argument, or if it is never written."""
         program, w = self.sizes.program, self.sizes.w
-        root = program.root(value)
+        root = self._root(value)
         if not isinstance(root, int) or root not in w.values or root in program.graph.names:
             return None
         return self.sizes.lives.death.get(root)
@@ -273,7 +291,7 @@ class _Copies:
         type_ = self.sizes.graph.types[value]
         narrow = type_.dtype == "float32" and all(self.narrow.get(e, False) for e in readers)
         kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
-        root = self.sizes.program.root(value)
+        root = self._root(value)
         own = self.sizes.kind(root) if isinstance(root, int) else kind
         computed_kind = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
         edge = self._edge(source.node, target.node, gu, gv)

@@ -7,4 +7,5 @@ Read `run` first.
 
 run          all cases, in worker processes
 programs     programs that are not in the zoo: dropout, batch norm in half floats, padding masks
+operations   train steps around operations that compilers treat in their own way
 """

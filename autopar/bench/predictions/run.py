@@ -1,5 +1,6 @@
 """`autopar bench predictions`: predicted peak memory against what the compiler reports, over the zoo
-and programs with dropout, batch norm in half floats and padding masks (`autopar.bench.predictions.programs`).
+programs with dropout, batch norm in half floats and padding masks (`autopar.bench.predictions.programs`), and on CPU
+steps around single operations (`autopar.bench.predictions.operations`).
 
     compiled   = arguments + results - aliased + temporaries of `memory_analysis()`, bytes per device
     predicted  = `Stage.peak_memory_bytes` of the plan on the target's backend
@@ -38,6 +39,7 @@ import numpy as np
 
 from autopar import jax_compat, zoo
 from autopar.bench import worker
+from autopar.bench.predictions.operations import OPERATIONS
 from autopar.bench.predictions.programs import PROGRAMS
 from autopar.codegen import emit as codegen
 from autopar.codegen.rewrites import accumulate_gradients
@@ -87,6 +89,20 @@ CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
         "padded-encoder": ((8,), {"layers": 2, "batch": 128, "seq": 128}),
         "half-gpt": ((8,), {"layers": 2, "batch": 128, "seq": 128}),
         "half-wresnet": ((8,), {"batch": 4096}),
+        "unrolled-muon": ((8,), {"batch": 4096, "width": 1024}),
+        "unrolled-mlp": ((8,), {"batch": 32768}),
+        "head-integers": ((8,), {"batch": 64}),
+        "head-logsumexp": ((8,), {"batch": 64}),
+        "head-one-hot": ((8,), {"batch": 64}),
+        "set-columns": ((8,), {"batch": 32768}),
+        "set-block": ((8,), {"batch": 32768}),
+        "rolled-maximum": ((8,), {"batch": 32768}),
+        "running-product": ((8,), {"batch": 32768}),
+        "looped-rows": ((8,), {"batch": 32768}),
+        "resized-linear": ((8,), {"batch": 512}),
+        "resized-nearest": ((8,), {"batch": 512}),
+        "complex-product": ((8,), {"batch": 32768}),
+        "lora-scan": ((8,), {"batch": 16384, "layers": 6}),
         "mlp-1b:4": ((2, 4), {"layers": 2, "batch": 32768}),
         "gpt-10m:4": ((2, 4), {"layers": 3, "batch": 256}),
         "llama3-toy:4": ((8,), {"batch": 8192, "seq": 64}),
@@ -217,9 +233,10 @@ def _peak(planned: Planned) -> float:
 
 
 def build(model: str, sizes: Mapping[str, Any]) -> zoo.Model:
-    """A model of the zoo, or one of `PROGRAMS`, with these sizes; the number of its microbatches is left out."""
+    """A model of the zoo, `PROGRAMS` or `OPERATIONS` with these sizes; the number of its microbatches is left out."""
     model = model.partition(":")[0]
-    return PROGRAMS[model](**sizes) if model in PROGRAMS else zoo.build(model, **sizes)
+    programs = {**PROGRAMS, **OPERATIONS}
+    return programs[model](**sizes) if model in programs else zoo.build(model, **sizes)
 
 
 def subject(model: str, sizes: Mapping[str, Any], mesh: Sequence[int], platform: str) -> _Subject:

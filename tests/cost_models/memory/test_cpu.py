@@ -334,6 +334,19 @@ def test_chains_that_are_unrolled_run_side_by_side() -> None:
     assert most_alive(flatten(trace(fn, *[array("float32", 64, 64)] * 4).graph, CPU, {})) == 4 + 1
 
 
+def test_every_iteration_of_an_unrolled_loop_reads_copies_of_its_own() -> None:
+    """In another layout; what is read of outside of the loop is one copy for all."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return jax.lax.fori_loop(0, 4, lambda _, x: jnp.sort(x @ w, 0), x, unroll=True)
+
+    graph = trace(fn, array("float32", 64, 64), array("float32", 64, 64)).graph
+    product = next(op for op in graph.walk() if op.name == "dot_general")
+    program = flatten(graph, CPU, {f"{product.tag}.in0": "x", f"{product.tag}.in1": "w"})
+    assert Counter(key for _, key in program.tokens.values()) == {"x": 4 + 1, "w": 1}
+    assert len({v for s in program.top.steps for v in s.inputs if v in program.tokens}) == 4 + 1
+
+
 def test_slices_of_what_an_unrolled_loop_stacks_are_what_it_made() -> None:
     """Its gradient reads the values of each iteration, in reverse."""
 
