@@ -80,7 +80,7 @@ def plan_step(
         planning = time.perf_counter()
         step = _with_origin(call, s)
         if s.plan is None:
-            warn_of_time_limit(name_of(fn), step.plan, s, time.perf_counter() - planning)
+            warn_of_time_limit(name_of(fn), step, s, time.perf_counter() - planning)
         if local:
             _warn_of_idle_devices(name_of(fn), step.plan.mesh)
         return step

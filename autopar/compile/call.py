@@ -23,7 +23,6 @@ from autopar.options import Settings, name_of
 from autopar.passes import strategies
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.solver.optimize import TIME_LIMIT_REACHED
-from autopar.plans.plan import Plan
 from autopar.progress import Progress
 from autopar.rules import manual, rules_of
 from autopar.rules.registry import registered_rules
@@ -244,17 +243,20 @@ def warn_of(call: Call, step: PlannedStep) -> None:
             warn(f"{name_of(call.fn)}: {warning}")
 
 
-def warn_of_time_limit(name: str, plan: Plan, s: Settings, seconds: float) -> None:
+def warn_of_time_limit(name: str, step: PlannedStep, s: Settings, seconds: float) -> None:
     """Warn once that planning was ended by its time limit before the plan was known to be within the tolerance.
+
+    A search under a memory budget uses all of the default limit: it is a remark there only if the solver had no time.
 
     Args:
         name: of the step.
-        plan: the plan.
+        step: the planned step.
         s: the settings.
         seconds: what planning took, without tracing.
     """
-    given = s.time_limit is not None and seconds > s.time_limit
-    if plan.gap <= s.gap or not (given or plan.solver_status == "time-limit"):
+    plan = step.plan
+    ended = s.time_limit is not None and (seconds > s.time_limit or plan.solver_status == "time-limit")
+    if plan.gap <= s.gap or not (ended or any(text.startswith(TIME_LIMIT_REACHED) for text in step.warnings)):
         return
     limit = "" if s.time_limit is None else f" ({s.time_limit:g} s)"
     what = "need up to {} less memory" if plan.solver_status == "least-memory" else "be up to {} faster"
