@@ -58,6 +58,7 @@ class Written:
         inner: light step (by identity) that runs in a product's kernel -> what the product reads there.
         repeated_through: tokens that are read by steps alone that repeat what is copied, where that is in their layout.
         library: steps (by identity) that run in kernels of a library.
+        across: (step by identity, value) where a step in a loop's body does not repeat what is made outside of it.
     """
 
     values: frozenset[int]
@@ -69,6 +70,7 @@ class Written:
     inner: Mapping[int, frozenset[int]] = field(default_factory=dict)
     repeated_through: frozenset[int] = frozenset()
     library: frozenset[int] = frozenset()
+    across: frozenset[tuple[int, int]] = frozenset()
 
     def has_product(self, step: Step) -> bool:
         """A step that is a product, or runs in the kernel of one."""
@@ -78,7 +80,10 @@ class Written:
         """Written values and tokens that a step reads."""
         repeats = id(step) in self.repeating
         sources_by_input = [
-            self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs
+            self.beneath[v]
+            if repeats and v in self.beneath and (id(step), v) not in self.across
+            else self.sources.get(v, ())
+            for v in step.inputs
         ]
         return (
             sources_by_input[0]
@@ -325,6 +330,11 @@ class _Writing:
             return True
         return self._is_costly(maker) and len(self.readers.get(value, ())) > 1
 
+    def _is_outside(self, value: int, step: Step) -> bool:
+        """A value that is made in another frame than a step's: it enters the loop's body in memory."""
+        maker = self.makers.get(self.p.behind(value))
+        return maker is not None and self._frames[id(maker)] != self._frames[id(step)]
+
     def _repeats(self, step: Step) -> bool:
         """A step that repeats what it reads where that is cheap: one of a loop fusion."""
         return step.kind == LIGHT and not self._stays(step)
@@ -408,6 +418,7 @@ class _Writing:
         sources: dict[int, tuple[int, ...]] = {v: (v,) for v in self.kept}
         beneath: dict[int, tuple[int, ...]] = {}
         repeating: set[int] = set()
+        across: set[tuple[int, int]] = set()
         repeated_through: dict[int, bool] = {}
         may_be_beneath = self.kept & (self.thin | self.repeated)  # asking what repeats others would be for nothing
 
@@ -426,7 +437,9 @@ class _Writing:
             repeats = not may_be_beneath.isdisjoint(map(self.p.behind, step.inputs)) and self._repeats(step)
             if repeats:
                 repeating.add(id(step))
-            read_by = [read(v, repeats) for v in step.inputs]
+            if repeats and self.p.backend.has_library:
+                across.update((id(step), v) for v in step.inputs if self._is_outside(v, step))
+            read_by = [read(v, repeats and (id(step), v) not in across) for v in step.inputs]
             sources_of_step = (
                 read_by[0]
                 if len(read_by) == 1
@@ -455,4 +468,5 @@ class _Writing:
             inner,
             through,
             frozenset(self.library),
+            frozenset(across),
         )

@@ -527,6 +527,19 @@ def test_a_sum_that_its_reader_depends_on_by_way_of_memory_is_written() -> None:
     assert sources_of(lambda x, y: (jnp.flip(x + y), jax.lax.mul(x + y, y)), args, "mul") == {"x", "y"}
 
 
+def test_a_loops_body_does_not_repeat_what_is_made_outside() -> None:
+    """A stack in bfloat16 is converted before the loop, and only the copy is there in it."""
+
+    def fn(x: Any, ws: Any) -> Any:
+        return jax.lax.scan(lambda c, w: (jnp.sort(c + w, 0), None), x, jnp.sort(ws, 1))[0]
+
+    program = flatten(trace(fn, array("bfloat16", 64, 64), array("bfloat16", 4, 64, 64)).graph, CPU, {})
+    lives = lifetimes(program, written(program))
+    stack = next(s.outputs[0] for s in program.top.steps if s.name == "sort")
+    widened = next(s.outputs[0] for s in program.top.steps if s.name == "widen")
+    assert lives.death[stack] < lives.death[widened]
+
+
 def test_what_is_padded_is_not_padded_twice() -> None:
     def fn(x: Any, w: Any) -> Any:
         y = jnp.pad(x @ w, 1)
