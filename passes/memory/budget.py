@@ -50,8 +50,8 @@ class BudgetEffort:
     relaxations: int = 3
     # most time (s) for the ILP after all other steps (not measured)
     after: float = 15.0
-    # time (s) for the search from the plan with the least peak, also after the deadline: that plan is slow, 2.2 times
-    # the best on an 8B transformer on 32 devices of TPU v5e, and the search takes 1 to 4 s there (2026-11)
+    # time (s) for the search from the plan with the least peak, also after the deadline (that plan is slow, 2.2 times
+    # the best on an 8B transformer on 32 devices of TPU v5e, where the search takes 1 to 4 s; 2026-11)
     from_least: float = 5.0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autopar.compile import call, searched_stages
+from autopar.compile import call, one_mesh, searched_stages
 from autopar.passes.inter_op import (
     effort,
     layer_bounds,
@@ -72,6 +72,7 @@ RECORDS: Mapping[str, Any] = MappingProxyType(
         "simulation": simulate.SIMULATION,
         "pipelines": pipelines.PIPELINES,
         "planning": call.PLANNING,
+        "one-mesh": one_mesh.ONE_MESH,
         "searched-stages": searched_stages.SEARCHED_STAGES,
     }
 )

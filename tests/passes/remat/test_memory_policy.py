@@ -61,7 +61,7 @@ def test_no_plan_exceeds_its_budget(free: Plan, least: Plan, share: float) -> No
 
 def test_if_no_plan_fits_the_error_has_suggestions(least: Plan) -> None:
     with pytest.raises(MemoryBudgetError) as caught:
-        planned("1KB")
+        planned("1KB", num_microbatches=1)
     error, text = caught.value, str(caught.value)
     assert error.budget == 1e3
     assert error.bound_bytes <= error.least_bytes
@@ -72,13 +72,13 @@ def test_if_no_plan_fits_the_error_has_suggestions(least: Plan) -> None:
     assert "times the devices" in text
     assert peak(planned(error.least_bytes)) <= error.least_bytes
     with pytest.raises(MemoryBudgetError):
-        planned(error.bound_bytes - 1)
+        planned(error.bound_bytes - 1, num_microbatches=1)
 
 
 def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
     small = Cluster.custom((8,), 1e-6, 1e-10, 1e12, 1e11, 20_000)
     with pytest.warns(AutoparWarning, match="more than the 18 kB that are there, and no layouts of it need less than"):
-        plan = autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=(8,), cluster=small)
+        plan = autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=(8,), cluster=small, num_microbatches=1)
     assert peak(plan) > 20_000
     assert any("memory_budget='min'" in note for note in plan.notes)
 
