@@ -71,7 +71,9 @@ def few_microbatches(
     """The better of a plan and the plan on one mesh with the fewest microbatches that fits.
 
     Other numbers of microbatches are tried if the settings leave the number open, and the plan is a pipeline or does
-    not fit. A pipeline is found with costs of each layer by itself; one mesh may take less.
+    not fit. A pipeline is found with costs of each layer by itself; one mesh may take less. None is tried beside a
+    pipeline that is faster than the quickly found plan with one microbatch, whatever memory that takes: more
+    microbatches are slower.
 
     Args:
         call: the step.
@@ -83,16 +85,20 @@ def few_microbatches(
         return best
     if best is not None and fits(best, s) and not best.plan.pipelined:
         return best
+    step_to_beat = best.plan.step_time_s if best is not None and fits(best, s) else math.inf
+    if math.isfinite(step_to_beat):
+        with contextlib.suppress(AutoparError):
+            if OneMeshPlanner(call, replace(s, num_microbatches=1)).fastest() >= step_to_beat:
+                return best
     for count in (2**n for n in range(ONE_MESH.most.bit_length()) if 2**n not in tried):
         with contextlib.suppress(AutoparError):  # the batch may not divide, and the step not split
             planner = OneMeshPlanner(call, replace(s, num_microbatches=count))
-            if best is None or not fits(best, s):
+            if best is None or math.isinf(step_to_beat):
                 step = planner.plan()
                 if step is not None and fits(step, s):
                     return step
             elif math.isfinite(expected := planner.expected()[0]):
-                limit = best.plan.step_time_s
-                return faster(best, planner.plan(limit) if expected < limit else None, s)
+                return faster(best, planner.plan(step_to_beat) if expected < step_to_beat else None, s)
     return best
 
 
@@ -147,6 +153,10 @@ class OneMeshPlanner:
     @cached_property
     def _search(self) -> MeshSearch:
         return MeshSearch(self._traced, self._candidates, self._options, self._parts, self._call.report)
+
+    def fastest(self) -> float:
+        """Step time (s) of the plan that is quickly found without regard to memory."""
+        return self._search.fastest()
 
     def expected(self) -> tuple[float, bool]:
         """Step time (s) of the best plan that is quickly found, and whether it has no remat and no offload."""

@@ -106,6 +106,11 @@ class MeshSearch:
         first = self._candidates[0]
         return (math.inf if first.quick is None else first.planner.expected(first.quick)), first.fits
 
+    def fastest(self) -> float:
+        """Step time (s) of the quickly found plan on the coarsest mesh, whether it fits or not; inf without one."""
+        self.bound(most=1)
+        return self._candidates[0].seconds
+
     def bound(self, cutoff: float = math.inf, most: int | None = None) -> None:
         """Bound the program as written on the meshes that are not bounded yet.
 

@@ -141,7 +141,7 @@ class _Liveness:
             segment, placed = self.analysis.places[op.index]
             if op.index in self.taken or segment not in segments:
                 continue
-            if op.equation.effects or not (self.needed - self.averaged).isdisjoint(op.outputs):
+            if op.equation.effects or any(v in self.needed and v not in self.averaged for v in op.outputs):
                 self.taken.add(op.index)
                 placed_ops.append(placed)
                 self.needed.update(a for a in op.inputs if isinstance(a, int))
