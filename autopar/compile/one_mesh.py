@@ -65,9 +65,7 @@ def try_one_mesh(call: Call, s: Settings, cutoff: float = math.inf) -> PlannedSt
     return OneMeshPlanner(call, s).plan(cutoff)
 
 
-def few_microbatches(
-    call: Call, s: Settings, best: PlannedStep | None, tried: Collection[int | str]
-) -> PlannedStep | None:
+def few_microbatches(call: Call, s: Settings, best: PlannedStep | None, tried: Collection[int]) -> PlannedStep | None:
     """The better of a plan and the plan on one mesh with the fewest microbatches that fits.
 
     Other numbers of microbatches are tried if the settings leave the number open, and the plan is a pipeline or does

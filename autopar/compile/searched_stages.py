@@ -115,14 +115,14 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
     phases = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
     one_mesh, expected, as_written = _one_microbatch(call, s, cluster, indivisible=step is None or step.is_whole)
 
-    def planner_for(count: int | str) -> Callable[[float], PlannedStep | None]:
+    def planner_for(count: int) -> Callable[[float], PlannedStep | None]:
         """A function from a cutoff (s) to the plan on one mesh in `count` microbatches, or None."""
-        if count in (1, "auto") and one_mesh is not None:
+        if count == 1 and one_mesh is not None:
             return one_mesh.plan
         return partial(try_one_mesh, call, replace(s, num_microbatches=count))
 
     search = None if step is None else pipelines.search_of(step, cluster, options)
-    best, tried = None, set[int | str]()
+    best, failed, tried = None, None, set[int]()
     # forecasts above the first limit (s) cannot beat the plan on one mesh; the second round has no limit
     first_limit = () if step is None or math.isinf(expected) else (expected / SEARCHED_STAGES.planned_over_forecast,)
     for limit in (*first_limit, math.inf):
@@ -137,19 +137,20 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
             best = staged if best is None else faster(staged, best, s)
         if best is None or s.schedule == "auto":
             counts = (1,) if as_written else _microbatch_counts(s, choice, call.traced.graph, cluster)
-            counts = counts if best is not None else counts or (s.num_microbatches,)
+            counts = counts if best is not None else counts or (_given_count(s),)
+            untried = [n for n in counts if n not in tried]
+            tried.update(counts)
             try:
-                best = _best_on_one_mesh(s, [planner_for(n) for n in counts if n not in tried], best)
-            except AutoparError:
-                if as_written or math.isinf(limit):
-                    raise
-                continue
-            tried.update(1 if n == "auto" else n for n in counts)
-        if as_written or (fits(best, s) and best.plan.step_time_s < limit):
+                best = _best_on_one_mesh(s, [*map(planner_for, untried)], best) if untried else best
+            except AutoparError as error:
+                failed = error
+        if as_written or (best is not None and fits(best, s) and best.plan.step_time_s < limit):
             break  # otherwise the plan is slower than its forecast, and the search left out pipelines above the limit
     if s.schedule == "auto":
         best = few_microbatches(call, s, best, tried)
-    assert best is not None
+    if best is None:
+        assert failed is not None
+        raise failed
     if isinstance(s.memory_budget, float) and not fits(best, s):
         raise budget_error(best.plan, call.traced.graph, s.memory_budget)
     phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
@@ -216,18 +217,23 @@ def _assemble_choice(
 
 def _microbatch_counts(
     s: Settings, choice: pipelines.StageChoice | None, graph: Graph, cluster: Cluster
-) -> tuple[int | str, ...]:
+) -> tuple[int, ...]:
     """Numbers of microbatches with which to plan one mesh.
 
     The number that the search chose, if it chose one stage; and 1 if the step may fit so, first if the step fits
     without remat.
     """
     if choice is None or isinstance(s.num_microbatches, int):
-        return (s.num_microbatches,)
+        return (_given_count(s),)
     chosen = () if choice.borders else (choice.microbatches,)
     if pipelines.fits_evenly(graph, cluster):
         return tuple(dict.fromkeys((1, *chosen)))
     return tuple(dict.fromkeys((*chosen, 1))) if pipelines.may_fit(graph, cluster, s.remat) else chosen
+
+
+def _given_count(s: Settings) -> int:
+    """The number of microbatches on one mesh that the settings give."""
+    return s.num_microbatches if isinstance(s.num_microbatches, int) else 1
 
 
 def _best_on_one_mesh(
