@@ -13,8 +13,8 @@ The gap is relative to the bounds of all candidates, not only to that of the mes
 
     gap  =  (seconds of the plan - least lower bound of all candidates) / seconds of the plan        -> _Best.answer
 
-A plan that fits into memory is preferred to one that does not, whatever their times. If the first mesh has no plan that
-fits, other meshes on which a simple bound excludes such a plan are dropped, and their bounds do not count.
+A plan that fits into memory is preferred to one that does not, whatever their times. If a mesh has no plan that fits,
+other meshes on which a simple bound excludes such a plan are dropped, and their bounds do not count.
 """
 
 from __future__ import annotations
@@ -163,8 +163,11 @@ class MeshSearch:
             self._report(f"planning mesh {candidate.title}{best.summary()}")
             try:
                 mesh_solution = self._planned(candidate, best)
-            except (PinError, MemoryBudgetError) as error:
+            except PinError as error:
                 best.errors.append(error)
+            except MemoryBudgetError as error:
+                best.errors.append(error)
+                waiting = self._that_may_fit(candidate, waiting)
             except Pruned as pruned:
                 least = pruned.lower_bound
                 best.lower = min(best.lower, least)
