@@ -173,6 +173,9 @@ def split(
             analyzer = partial(_Analyzer, graph, flat, batched, count, allowed_loops, own, share_accumulators, limit)
             try:
                 candidate = _run(analyzer, groups)
+                if own and _mixes_totals(candidate):
+                    alone = _run(partial(analyzer, hoists_totals=False), groups)
+                    candidate = alone if alone.loop_share >= min_loop_share else candidate
             except _OutsideLimitError:
                 continue
             if candidate.loop_share >= min_loop_share or count == 1:
@@ -201,6 +204,16 @@ def _run(analyzer: Callable[..., _Analyzer], groups: Groups | None) -> Microbatc
         except _GroupedOutsideError:
             pass
     return analyzer().run()
+
+
+def _mixes_totals(divided: Microbatches) -> bool:
+    """Whether some totals are the microbatch's own and others, computed before the loop, are those of the batch.
+
+    A loss that divides by the microbatch's count would then have a gradient that divides by the count of the batch.
+    """
+    before = {v for p in divided.prologue for v in p.op.outputs}
+    own = any(p.own_totals for loop in divided.loops for p in loop.body)
+    return own and any(isinstance(divided.states.get(v), Partial) for v in before)
 
 
 def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
@@ -302,6 +315,7 @@ class _Analyzer:
     Attributes:
         limit: largest FLOPs outside of loops that come from the whole batch; `outside_flops` counts them.
         groups: rows that are sorted by group in each block; None: such sorts are of the whole batch.
+        hoists_totals: totals that are cheap are computed before the loop, although they may be the microbatch's own.
         values: state and segment of every value.
         places: index of an operation -> its segment, and how it runs there.
         whole: values of the loop that are also computed on the whole batch, before the loop.
@@ -324,6 +338,7 @@ class _Analyzer:
     share_accumulators: bool
     limit: float = math.inf
     groups: Groups | None = None
+    hoists_totals: bool = True
     outside_flops: float = 0.0
     values: dict[int, tuple[State, int]] = field(default_factory=dict)
     places: dict[int, tuple[int, PlacedOp]] = field(default_factory=dict)
@@ -368,7 +383,8 @@ class _Analyzer:
     def _total_of(self, op: Op, atom: Atom, use: _OperandUse) -> _OperandUse:
         """The total of a partial value: computed before the loop if that is cheap, else known after the loop."""
         assert isinstance(atom, int)
-        if not _is_heavy(op) and self._hoist([atom]):
+        early = self.hoists_totals or not self._may_use_own_totals(op)
+        if early and not _is_heavy(op) and self._hoist([atom]):
             return _OperandUse(INVARIANT, 0)
         return _OperandUse(INVARIANT, use.segment + 1)
 

@@ -62,6 +62,13 @@ def penalised_mean(params: Params, x: Any) -> Any:
     return jnp.mean((h - mean) ** 2 @ params["v"]) + jnp.sum((mean * params["b"]) ** 2)
 
 
+def masked_batch_norm(params: Params, x: Any) -> Any:
+    """The number of examples that count depends on the input alone, so that it is known before the loop."""
+    h, mask = jnp.tanh(x @ params["w"]), (x[:, :1] > -0.5).astype(x.dtype)
+    mean = jnp.sum(h * mask, 0) / jnp.sum(mask)
+    return jnp.sum(jnp.tanh((h - mean) * params["b"] @ params["v"]) ** 2 * mask) / jnp.sum(mask)
+
+
 LOSSES = (
     product_of_mean,
     scaled_mean,
@@ -70,6 +77,7 @@ LOSSES = (
     scaled_by_maximum,
     two_layers,
     penalised_mean,
+    masked_batch_norm,
 )
 
 
