@@ -42,6 +42,7 @@ The operations of each program: `autopar.passes.microbatch.programs`.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import math
 import re
@@ -174,8 +175,9 @@ def split(
             try:
                 candidate = _run(analyzer, groups)
                 if own and _mixes_totals(candidate):
-                    alone = _run(partial(analyzer, hoists_totals=False), groups)
-                    candidate = alone if alone.loop_share >= min_loop_share else candidate
+                    with contextlib.suppress(_OutsideLimitError):
+                        alone = _run(partial(analyzer, hoists_totals=False), groups)
+                        candidate = alone if alone.loop_share >= min_loop_share else candidate
             except _OutsideLimitError:
                 continue
             if candidate.loop_share >= min_loop_share or count == 1:
