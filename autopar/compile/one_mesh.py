@@ -68,10 +68,10 @@ def try_one_mesh(call: Call, s: Settings, cutoff: float = math.inf) -> PlannedSt
 def few_microbatches(call: Call, s: Settings, best: PlannedStep | None, tried: Collection[int]) -> PlannedStep | None:
     """The better of a plan and the plan on one mesh with the fewest microbatches that fits.
 
-    Other numbers of microbatches are tried if the settings leave the number open, and the plan is a pipeline or does
-    not fit. A pipeline is found with costs of each layer by itself; one mesh may take less. None is tried beside a
-    pipeline that is faster than the quickly found plan with one microbatch, whatever memory that takes: more
-    microbatches are slower.
+    Other numbers of microbatches are tried if the settings leave the number open, and the plan is a pipeline, does not
+    fit, or has more than one. A pipeline is found with costs of each layer by itself; one mesh may take less. None is
+    tried beside a pipeline that is faster than the quickly found plan with one microbatch, whatever memory that takes:
+    more microbatches are slower.
 
     Args:
         call: the step.
@@ -82,7 +82,7 @@ def few_microbatches(call: Call, s: Settings, best: PlannedStep | None, tried: C
     if s.num_microbatches != "auto" or s.memory_budget == "min":
         return best
     if best is not None and fits(best, s) and not best.plan.pipelined:
-        return best
+        return _fewer_microbatches(call, s, best, tried)
     step_to_beat = best.plan.step_time_s if best is not None and fits(best, s) else math.inf
     if math.isfinite(step_to_beat):
         with contextlib.suppress(AutoparError):
@@ -97,6 +97,24 @@ def few_microbatches(call: Call, s: Settings, best: PlannedStep | None, tried: C
                     return step
             elif math.isfinite(expected := planner.expected()[0]):
                 return faster(best, planner.plan(step_to_beat) if expected < step_to_beat else None, s)
+    return best
+
+
+def _fewer_microbatches(call: Call, s: Settings, best: PlannedStep, tried: Collection[int | str]) -> PlannedStep:
+    """The best of a plan on one mesh that fits and the plans with fewer microbatches.
+
+    A search for stages adds up the memory of each layer by itself, and may choose more microbatches than needed.
+    A number is planned only if a plan that is quickly found is faster. More microbatches are faster only if they save
+    recomputation, so the first number without it is the last.
+    """
+    for count in (2**n for n in range((best.plan.num_microbatches - 1).bit_length()) if 2**n not in tried):
+        with contextlib.suppress(AutoparError):  # as in `few_microbatches`
+            planner = OneMeshPlanner(call, replace(s, num_microbatches=count))
+            expected, as_written = planner.expected()
+            if expected < best.plan.step_time_s:
+                best = faster(best, planner.plan(best.plan.step_time_s), s)
+            if as_written:
+                break
     return best
 
 

@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar import Cluster, MemoryBudgetError, zoo
+from autopar.compile.call import Call
+from autopar.compile.one_mesh import few_microbatches, try_one_mesh
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
 from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
+from autopar.options import settings
 from autopar.passes.mesh_search import planner as planning
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.remat import choose as recomputation
@@ -30,6 +33,7 @@ from autopar.passes.remat.estimates import Estimate, Forecast
 from autopar.passes.solver.optimize import bound, optimize
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
+from autopar.progress import Progress
 from tests.support.effort import sample
 
 # The decision, on a made-up program of eight equal layers, the last of which has nothing to drop
@@ -351,6 +355,18 @@ def test_a_step_that_fits_in_no_other_way_has_the_fewest_microbatches_that_fit()
     small = autopar.plan(step.step, *step.abstract_args(), mesh=(8,), cluster=with_memory(budget), remat="none")
     assert small.num_microbatches == count
     assert peak(small) <= budget
+
+
+def test_fewer_microbatches_than_a_search_for_stages_chose_where_they_are_faster() -> None:
+    step, args = model(False).step, model(False).abstract_args()
+    call = Call(step, trace(step, *args), args, local=False, trace_s=0.0, report=Progress("step", False))
+    s = settings({"mesh": (8,), "cluster": CLUSTER})
+    chosen = try_one_mesh(call, dataclasses.replace(s, num_microbatches=8))
+    assert chosen is not None
+    best = few_microbatches(call, s, chosen, {8})
+    assert best is not None
+    assert best.plan.num_microbatches == 1
+    assert best.plan.step_time_s < chosen.plan.step_time_s
 
 
 def test_a_plan_that_fits_is_found_after_the_time_limit() -> None:
