@@ -83,6 +83,7 @@ def few_microbatches(call: Call, s: Settings, best: PlannedStep | None, tried: C
         return best
     if best is not None and fits(best, s) and not best.plan.pipelined:
         return _fewer_microbatches(call, s, best, tried)
+    searched = False  # a plan that no forecast promises is sought once
     step_to_beat = best.plan.step_time_s if best is not None and fits(best, s) else math.inf
     if math.isfinite(step_to_beat):
         with contextlib.suppress(AutoparError):
@@ -95,12 +96,17 @@ def few_microbatches(call: Call, s: Settings, best: PlannedStep | None, tried: C
                 step = planner.plan()
                 if step is not None and fits(step, s):
                     return step
-            elif math.isfinite(expected := planner.expected()[0]):
-                return faster(best, planner.plan(step_to_beat) if expected < step_to_beat else None, s)
+                continue
+            expected, _ = planner.expected()
+            if math.isfinite(expected) or not searched:
+                searched = True
+                step = planner.plan(step_to_beat) if expected < step_to_beat or math.isinf(expected) else None
+                if step is not None or math.isfinite(expected):
+                    return faster(best, step, s)
     return best
 
 
-def _fewer_microbatches(call: Call, s: Settings, best: PlannedStep, tried: Collection[int | str]) -> PlannedStep:
+def _fewer_microbatches(call: Call, s: Settings, best: PlannedStep, tried: Collection[int]) -> PlannedStep:
     """The best of a plan on one mesh that fits and the plans with fewer microbatches.
 
     A search for stages adds up the memory of each layer by itself, and may choose more microbatches than needed.

@@ -42,7 +42,6 @@ The operations of each program: `autopar.passes.microbatch.programs`.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import math
 import re
@@ -175,9 +174,7 @@ def split(
             try:
                 candidate = _run(analyzer, groups)
                 if own and _mixes_totals(candidate):
-                    with contextlib.suppress(_OutsideLimitError):
-                        alone = _run(partial(analyzer, hoists_totals=False), groups)
-                        candidate = alone if alone.loop_share >= min_loop_share else candidate
+                    candidate = _run(partial(analyzer, hoists_totals=False), groups)
             except _OutsideLimitError:
                 continue
             if candidate.loop_share >= min_loop_share or count == 1:
