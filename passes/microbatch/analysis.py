@@ -423,7 +423,9 @@ class _Analyzer:
             ]
         if all(isinstance(v.state, Invariant) for v in uses):
             segment = max((v.segment for v in uses), default=0)
-            return segment, _placed(op, uses, None), invariant_results(op, [v.state for v in uses])
+            hoisted = [i for i, a in enumerate(op.inputs) if uses[i].segment == 0 and self.use(a).segment > 0]
+            placed = replace(_placed(op, uses, None), hoisted=frozenset(hoisted))
+            return segment, placed, invariant_results(op, [v.state for v in uses])
         placed = None if op.equation.effects else self._in_loop(op, uses)
         if placed is None and any(isinstance(v.state, Grouped) for v in uses):
             raise _GroupedOutsideError

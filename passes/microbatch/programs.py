@@ -49,12 +49,14 @@ class PlacedOp:
         outer: positions of operands that are read whole, from outside the loop; other operands are of this microbatch.
         own_totals: positions of partial operands that replace their totals: m times the sum, the maximum itself.
         rule_result: how it runs on a block; None if it runs unchanged, on its operands as they are.
+        hoisted: positions of partial operands that it reads as totals of the batch, computed before the loop.
     """
 
     op: Op
     outer: frozenset[int] = frozenset()
     own_totals: frozenset[int] = frozenset()
     rule_result: RuleResult | None = None
+    hoisted: frozenset[int] = frozenset()
 
 
 class AccumulatedValue(NamedTuple):
@@ -171,8 +173,8 @@ class _Liveness:
     def _on_own_totals(self, placed: PlacedOp) -> PlacedOp:
         """An operation after the loop, repeated in the loop on the microbatch's own totals."""
         operands = {i: self.analysis.values[atom] for i, atom in enumerate(placed.op.inputs) if isinstance(atom, int)}
-        outer = frozenset(i for i, (_, segment) in operands.items() if segment == 0)
-        own_totals = frozenset(i for i, (state, _) in operands.items() if isinstance(state, Partial))
+        outer = frozenset(i for i, (_, segment) in operands.items() if segment == 0) | placed.hoisted
+        own_totals = frozenset(i for i, (state, _) in operands.items() if isinstance(state, Partial)) - outer
         return PlacedOp(placed.op, outer, own_totals)
 
     def before(self) -> list[PlacedOp]:

@@ -117,3 +117,29 @@ def test_what_is_not_differentiated_has_the_totals_of_the_batch() -> None:
 
     gradients, norm = jax.jit(split_step(trace(step, params, x), COUNT, (1,), per_microbatch=("*",)))(params, x)
     assert np.allclose(norm, np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients))), rtol=1e-12)
+
+
+def test_totals_that_no_pattern_names_are_those_of_the_batch() -> None:
+    """Statistics are of the microbatch, and the loss divides by the count of the batch; both in the gradient too."""
+    params, x = inputs()
+
+    def terms(params: Params, x: Any, count: Any) -> Any:
+        h, mask = jnp.tanh(x @ params["w"]), (x[:, :1] > -0.5).astype(x.dtype)
+        with jax.named_scope("statistics"):
+            mean = jnp.sum(h * mask, 0) / jnp.sum(mask)
+        error = jnp.sum(jnp.tanh((h - mean) @ params["v"]) ** 2 * mask)
+        return error / (jnp.sum(mask) if count is None else count), jnp.sum((mean * params["b"]) ** 2)
+
+    def step(params: Params, x: Any) -> Any:
+        return jax.value_and_grad(lambda p: sum(terms(p, x, None)))(params)
+
+    def expected(params: Params) -> Any:
+        count = jnp.sum((x[:, :1] > -0.5).astype(x.dtype))
+        each = [terms(params, block, count) for block in jnp.split(x, COUNT)]
+        return sum(error for error, _ in each) + sum(penalty for _, penalty in each) / COUNT
+
+    got = jax.jit(split_step(trace(step, params, x), COUNT, (1,), per_microbatch=("statistics",)))(params, x)
+    value, gradients = jax.value_and_grad(expected)(params)
+    np.testing.assert_allclose(got[0], value, rtol=1e-12)
+    for name in params:
+        np.testing.assert_allclose(got[1][name], gradients[name], rtol=1e-9, atol=1e-13, err_msg=name)
