@@ -17,7 +17,7 @@ from autopar.ir.trace import trace
 from autopar.rules import rules_of
 from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
-from tests.support.random_plans import MESHES_AND_SEEDS, assert_random_plan_equals_jit
+from tests.support.random_plans import assert_random_plan_equals_jit
 
 IMAGES = array(8, 5, 5, 16)
 
@@ -84,16 +84,6 @@ def rule_texts(fn: Callable[..., Any], *args: Any) -> tuple[str, ...]:
 def test_examples_and_groups_may_be_sharded(title: str) -> None:
     fn, args, expected = CASES[title]
     assert rule_texts(fn, *args) == expected
-
-
-@pytest.mark.parametrize(("mesh", "seed"), MESHES_AND_SEEDS)
-@pytest.mark.core
-@pytest.mark.parametrize("title", CASES)
-def test_any_plan_gives_the_same_numbers(
-    title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fn, args, _ = CASES[title]
-    assert_random_plan_equals_jit(monkeypatch, fn, args, seed, mesh=mesh)
 
 
 # A step

@@ -25,7 +25,6 @@ from autopar.jax_compat import megablox
 from autopar.rules import rules_of
 from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
-from tests.support.random_plans import MESHES_AND_SEEDS, assert_random_plan_equals_jit
 
 backend = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
@@ -120,16 +119,6 @@ def test_rows_are_cut_in_tiles_or_in_parts_of_128_rows(tile: int, parts: int) ->
     (op,) = products(fn, array(rows, WIDTH), MATRICES, SIZES)
     rule = rules_of(trace(fn, array(rows, WIDTH), MATRICES, SIZES).graph)[op.signature]
     assert rule.sizes[rule.results[0][0]] == rows // np.gcd(tile, 128) == (parts if tile != 192 else 9)
-
-
-@pytest.mark.parametrize(("mesh", "seed"), MESHES_AND_SEEDS)
-@pytest.mark.core
-@pytest.mark.parametrize("title", CASES)
-def test_any_plan_gives_the_same_numbers(
-    title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fn, args, _ = CASES[title]
-    assert_random_plan_equals_jit(monkeypatch, fn, args, seed, mesh=mesh)
 
 
 # Which kernels

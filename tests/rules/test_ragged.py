@@ -25,7 +25,6 @@ from autopar.ir.trace import trace
 from autopar.rules import ragged, rules_of
 from tests.programs.steps import array
 from tests.programs.test_real_programs import assert_equal
-from tests.support.random_plans import MESHES_AND_SEEDS, assert_random_plan_equals_jit
 
 ROWS, WIDTH, OUT, GROUPS = 32, 16, 8, 4
 SIZES = jnp.array([5, 0, 17, 8], jnp.int32)  # two rows are in no group
@@ -107,16 +106,6 @@ def test_the_groups_of_a_block(sizes: list[int], dtype: str) -> None:
         rows = group_of_row[12 * block : 12 * (block + 1)]
         got = ragged.block_sizes(jnp.array(sizes, dtype), jnp.int32(block), 12)
         np.testing.assert_array_equal(got, np.bincount(rows, minlength=len(sizes)))
-
-
-@pytest.mark.parametrize(("mesh", "seed"), MESHES_AND_SEEDS)
-@pytest.mark.core
-@pytest.mark.parametrize("title", CASES)
-def test_any_plan_gives_the_same_numbers(
-    title: str, mesh: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fn, args, _ = CASES[title]
-    assert_random_plan_equals_jit(monkeypatch, fn, args, seed, mesh=mesh)
 
 
 def by_a_rule(text: str) -> None:
