@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from autopar.bench.worker import free_port, process_command
+from autopar.cli.options import say
 from autopar.errors import ArgumentError
 
 #: Lines of gloo, which tells of each connection.
@@ -138,7 +139,7 @@ def _status(children: Sequence[_Child], grace: float) -> int:
         return 0
     process, status = failed
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
-    _say(f"process {process} of {len(children)} {how}")
+    say(f"autopar launch: process {process} of {len(children)} {how}")
     _wait(children, grace)
     return _as_shell(status)
 
@@ -146,7 +147,7 @@ def _status(children: Sequence[_Child], grace: float) -> int:
 def _interrupt(children: Sequence[_Child], number: int, grace: float) -> int:
     """Pass a signal on; returns the exit status."""
     running = [i for i, child in enumerate(children) if child.status is None]
-    _say(f"{signal.Signals(number).name} is passed on to {len(running)} of {len(children)} processes")
+    say(f"autopar launch: {signal.Signals(number).name} is passed on to {len(running)} of {len(children)} processes")
     for child in children:
         child.send(number)
     with contextlib.suppress(KeyboardInterrupt):
@@ -163,10 +164,6 @@ def _wait(children: Sequence[_Child], seconds: float) -> None:
 def _as_shell(status: int) -> int:
     """A status as a shell reports it: 128 and the number of the signal that ended the process."""
     return 128 - status if status < 0 else status
-
-
-def _say(text: str) -> None:
-    print(f"autopar launch: {text}", file=sys.stderr, flush=True)
 
 
 def _first_failed(children: Sequence[_Child]) -> tuple[int, int] | None:
