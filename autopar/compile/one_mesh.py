@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from autopar import argnums
 from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
@@ -46,13 +46,16 @@ class OneMeshEffort:
 
 ONE_MESH = OneMeshEffort()
 
+#: Number of microbatches -> the planner on one mesh; AutoparError if the batch does not split into so many.
+Planners = Callable[[int], "OneMeshPlanner"]
+
 
 def plan_one_mesh(call: Call, s: Settings) -> PlannedStep:
     """The plan with the shortest step among the candidate meshes; prints its warnings."""
     try:
-        best = few_microbatches(call, s, try_one_mesh(call, s), {1})
+        best = few_microbatches(s, try_one_mesh(call, s), {1}, planners(call, s))
     except MemoryBudgetError:
-        best = few_microbatches(call, s, None, {1})
+        best = few_microbatches(s, None, {1}, planners(call, s))
         if best is None:
             raise
     assert best is not None
@@ -65,60 +68,87 @@ def try_one_mesh(call: Call, s: Settings, cutoff: float = math.inf) -> PlannedSt
     return OneMeshPlanner(call, s).plan(cutoff)
 
 
-def few_microbatches(call: Call, s: Settings, best: PlannedStep | None, tried: Collection[int]) -> PlannedStep | None:
-    """The better of a plan and the plan on one mesh with the fewest microbatches that fits.
+def planners(call: Call, s: Settings) -> Planners:
+    """The planners of a call, each made once."""
+    return cache(lambda count: OneMeshPlanner(call, replace(s, num_microbatches=count)))
 
-    Other numbers of microbatches are tried if the settings leave the number open, and the plan is a pipeline, does not
-    fit, or has more than one. A pipeline is found with costs of each layer by itself; one mesh may take less. None is
-    tried beside a pipeline that is faster than the quickly found plan with one microbatch, whatever memory that takes:
-    more microbatches are slower.
+
+def few_microbatches(
+    s: Settings, best: PlannedStep | None, tried: Collection[int], planner_for: Planners
+) -> PlannedStep | None:
+    """The better of a plan and a plan on one mesh with few microbatches.
+
+    Numbers of microbatches are tried if the settings leave the number open, and the plan does not fit, is a pipeline,
+    or has several. A number with which the step cannot be planned, because the batch does not divide or examples depend
+    on each other, is left out.
 
     Args:
-        call: the step.
         s: the settings.
         best: the plan so far, if any.
         tried: numbers of microbatches with which one mesh is planned already.
+        planner_for: the planners.
     """
     if s.num_microbatches != "auto" or s.memory_budget == "min":
         return best
-    if best is not None and fits(best, s) and not best.plan.pipelined:
-        return _fewer_microbatches(call, s, best, tried)
-    searched = False  # a plan that no forecast promises is sought once
-    step_to_beat = best.plan.step_time_s if best is not None and fits(best, s) else math.inf
-    if math.isfinite(step_to_beat):
+    if best is None or not fits(best, s):
+        return _first_that_fits(s, tried, planner_for) or best
+    if best.plan.pipelined:
+        return _beside_pipeline(s, best, tried, planner_for)
+    return _fewer_microbatches(s, best, tried, planner_for)
+
+
+def _counts(most: int, tried: Collection[int]) -> Iterator[int]:
+    """Powers of two up to `most` that are not tried."""
+    return (2**n for n in range(most.bit_length()) if 2**n not in tried)
+
+
+def _first_that_fits(s: Settings, tried: Collection[int], planner_for: Planners) -> PlannedStep | None:
+    """The plan with the fewest microbatches with which one fits."""
+    for count in _counts(ONE_MESH.most, tried):
         with contextlib.suppress(AutoparError):
-            if OneMeshPlanner(call, replace(s, num_microbatches=1)).fastest() >= step_to_beat:
+            step = planner_for(count).plan()
+            if step is not None and fits(step, s):
+                return step
+    return None
+
+
+def _beside_pipeline(s: Settings, best: PlannedStep, tried: Collection[int], planner_for: Planners) -> PlannedStep:
+    """The better of a pipeline and the plan with the fewest microbatches that is forecast to fit.
+
+    A pipeline is found with costs of each layer by itself; one mesh may take less. None is tried beside a pipeline that
+    is faster than the quickly found plan with one microbatch, whatever memory that takes: more microbatches are slower.
+    A plan that no forecast promises is sought once.
+    """
+    limit, searched = best.plan.step_time_s, False
+    with contextlib.suppress(AutoparError):
+        if planner_for(1).fastest() >= limit:
+            return best
+    for count in _counts(ONE_MESH.most, tried):
+        with contextlib.suppress(AutoparError):
+            expected, _ = planner_for(count).expected()
+            promised = math.isfinite(expected)
+            if promised and expected >= limit:
                 return best
-    for count in (2**n for n in range(ONE_MESH.most.bit_length()) if 2**n not in tried):
-        with contextlib.suppress(AutoparError):  # the batch may not divide, and the step not split
-            planner = OneMeshPlanner(call, replace(s, num_microbatches=count))
-            if best is None or math.isinf(step_to_beat):
-                step = planner.plan()
-                if step is not None and fits(step, s):
-                    return step
-                continue
-            expected, _ = planner.expected()
-            if math.isfinite(expected) or not searched:
+            if promised or not searched:
                 searched = True
-                step = planner.plan(step_to_beat) if expected < step_to_beat or math.isinf(expected) else None
-                if step is not None or math.isfinite(expected):
+                step = planner_for(count).plan(limit)
+                if promised or step is not None:
                     return faster(best, step, s)
     return best
 
 
-def _fewer_microbatches(call: Call, s: Settings, best: PlannedStep, tried: Collection[int]) -> PlannedStep:
+def _fewer_microbatches(s: Settings, best: PlannedStep, tried: Collection[int], planner_for: Planners) -> PlannedStep:
     """The best of a plan on one mesh that fits and the plans with fewer microbatches.
 
     A search for stages adds up the memory of each layer by itself, and may choose more microbatches than needed.
     A number is planned only if a plan that is quickly found is faster. More microbatches are faster only if they save
     recomputation, so the first number without it is the last.
     """
-    for count in (2**n for n in range((best.plan.num_microbatches - 1).bit_length()) if 2**n not in tried):
-        with contextlib.suppress(AutoparError):  # as in `few_microbatches`
-            planner = OneMeshPlanner(call, replace(s, num_microbatches=count))
-            expected, as_written = planner.expected()
+    for count in _counts(best.plan.num_microbatches - 1, tried):
+        with contextlib.suppress(AutoparError):
+            expected, as_written = planner_for(count).expected()
             if expected < best.plan.step_time_s:
-                best = faster(best, planner.plan(best.plan.step_time_s), s)
+                best = faster(best, planner_for(count).plan(best.plan.step_time_s), s)
             if as_written:
                 break
     return best

@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from autopar import argnums
 from autopar.compile.call import Call, warn_of
-from autopar.compile.one_mesh import OneMeshPlanner, faster, few_microbatches, fits, try_one_mesh
+from autopar.compile.one_mesh import Planners, faster, few_microbatches, fits, planners
 from autopar.compile.stages import pipeline_options, plan_stages, stage_options
 from autopar.errors import AutoparError, PlanMismatchError, ScheduleError
 from autopar.hardware import meshes
@@ -113,14 +112,8 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
                 return _load_cached(call, s, cached)
     step = pipelines.opening(call.traced, argnums.named_batch(call.traced, s), cluster, pipeline_options(s))
     phases = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
-    one_mesh, expected, as_written = _one_microbatch(call, s, cluster, indivisible=step is None or step.is_whole)
-
-    def planner_for(count: int) -> Callable[[float], PlannedStep | None]:
-        """A function from a cutoff (s) to the plan on one mesh in `count` microbatches, or None."""
-        if count == 1 and one_mesh is not None:
-            return one_mesh.plan
-        return partial(try_one_mesh, call, replace(s, num_microbatches=count))
-
+    planner_for, graph = planners(call, s), call.traced.graph
+    expected, as_written = _one_microbatch(s, graph, cluster, planner_for, step is None or step.is_whole)
     search = None if step is None else pipelines.search_of(step, cluster, options)
     best, failed, tried = None, None, set[int]()
     # forecasts above the first limit (s) cannot beat the plan on one mesh; the second round has no limit
@@ -136,23 +129,23 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
             phases = dict(staged.plan.phases)
             best = staged if best is None else faster(staged, best, s)
         if best is None or s.schedule == "auto":
-            counts = (1,) if as_written else _microbatch_counts(s, choice, call.traced.graph, cluster)
+            counts = (1,) if as_written else _microbatch_counts(s, choice, graph, cluster)
             counts = counts if best is not None else counts or (_given_count(s),)
             untried = [n for n in counts if n not in tried]
             tried.update(counts)
             try:
-                best = _best_on_one_mesh(s, [*map(planner_for, untried)], best) if untried else best
+                best = _best_on_one_mesh(s, untried, planner_for, best) if untried else best
             except AutoparError as error:
                 failed = error
         if as_written or (best is not None and fits(best, s) and best.plan.step_time_s < limit):
             break  # otherwise the plan is slower than its forecast, and the search left out pipelines above the limit
     if s.schedule == "auto":
-        best = few_microbatches(call, s, best, tried)
+        best = few_microbatches(s, best, tried, planner_for)
     if best is None:
         assert failed is not None
         raise failed
     if isinstance(s.memory_budget, float) and not fits(best, s):
-        raise budget_error(best.plan, call.traced.graph, s.memory_budget)
+        raise budget_error(best.plan, graph, s.memory_budget)
     phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
     plan = replace(best.plan, phases=phases)
     if step is not None and search is not None and plan.pipelined and fits(best, s):
@@ -168,29 +161,29 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
 
 
 def _one_microbatch(
-    call: Call, s: Settings, cluster: Cluster, *, indivisible: bool
-) -> tuple[OneMeshPlanner | None, float, bool]:
-    """Planner on one mesh with one microbatch, the expected step time (s), and whether that has no remat or offload.
+    s: Settings, graph: Graph, cluster: Cluster, planner_for: Planners, indivisible: bool
+) -> tuple[float, bool]:
+    """Expected step time (s) on one mesh with one microbatch, and whether the plan has no remat or offload.
 
     This plan is quickly found, and few pipelines are forecast to beat it.
 
     Args:
-        call: the step.
         s: the settings.
+        graph: the step.
         cluster: its devices.
+        planner_for: planners on one mesh.
         indivisible: the step cannot be split into microbatches, so that its size does not matter.
 
     Returns:
-        None and inf, if the step is too large or the settings exclude such a plan; inf also if no plan is known to fit.
+        inf, if the step is too large, the settings exclude such a plan, or no plan is known to fit.
     """
     tried = s.num_microbatches in ("auto", 1) and (
-        indivisible or pipelines.fits_evenly(call.traced.graph, cluster, SEARCHED_STAGES.unfused_over_peak)
+        indivisible or pipelines.fits_evenly(graph, cluster, SEARCHED_STAGES.unfused_over_peak)
     )
     if s.schedule == "auto" and tried:
         with contextlib.suppress(AutoparError):  # a step that cannot be planned on one mesh may still have stages
-            planner = OneMeshPlanner(call, replace(s, num_microbatches=1))
-            return (planner, *planner.expected())
-    return None, math.inf, False
+            return planner_for(1).expected()
+    return math.inf, False
 
 
 def _assemble_choice(
@@ -237,7 +230,7 @@ def _given_count(s: Settings) -> int:
 
 
 def _best_on_one_mesh(
-    s: Settings, planners: Sequence[Callable[[float], PlannedStep | None]], staged: PlannedStep | None
+    s: Settings, counts: Sequence[int], planner_for: Planners, staged: PlannedStep | None
 ) -> PlannedStep:
     """The best of a pipeline and several plans on one mesh; plans that fit into memory come first.
 
@@ -245,16 +238,18 @@ def _best_on_one_mesh(
 
     Args:
         s: the settings.
-        planners: functions from a cutoff (s) to a plan that takes less; None if there is none.
+        counts: numbers of microbatches.
+        planner_for: planners on one mesh.
         staged: the best pipeline, if any.
 
     Raises:
         AutoparError: the first error, if there is no plan at all.
     """
     errors, best = list[AutoparError](), staged
-    for plan in planners:
+    for count in counts:
+        cutoff = best.plan.step_time_s if best is not None and fits(best, s) else math.inf
         try:
-            one_mesh = plan(best.plan.step_time_s if best is not None and fits(best, s) else math.inf)
+            one_mesh = planner_for(count).plan(cutoff)
         except AutoparError as error:
             errors.append(error)
         else:

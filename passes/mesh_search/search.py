@@ -31,7 +31,6 @@ from autopar.errors import MemoryBudgetError, PinError
 from autopar.hardware.meshes import Target
 from autopar.ir import text
 from autopar.ir.trace import Traced
-from autopar.passes.memory.budget import FITTING
 from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
 from autopar.passes.remat import memory_policy
 from autopar.passes.remat.options import Options
@@ -150,7 +149,7 @@ class MeshSearch:
         if len(self._candidates) > 1 and not isinstance(self._options.memory_budget, str):
             self.bound(cutoff)
         deadline = self._begin()
-        first_deadline = time.monotonic() + FITTING
+        first_deadline = memory_policy.first_deadline()
         waiting = sorted(self._candidates, key=lambda candidate: (candidate.seconds, candidate.lower))
         while waiting:
             if best.fits and time.monotonic() > deadline:

@@ -25,7 +25,7 @@ from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Problem
 from autopar.ir.text import missing_unit, size
-from autopar.passes.memory.budget import BudgetedSolution, Infeasible, optimize_within
+from autopar.passes.memory.budget import FITTING, BudgetedSolution, Infeasible, optimize_within
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
 from autopar.passes.solver.optimize import Solution, optimize
 
@@ -78,6 +78,11 @@ class SolverOptions:
             "presolve": self.presolve,
             "gap": self.gap,
         }
+
+
+def first_deadline() -> float:
+    """The `SolverOptions.first_deadline` of a call that begins now."""
+    return time.monotonic() + FITTING
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, MemoryBudgetError, zoo
 from autopar.compile.call import Call
-from autopar.compile.one_mesh import few_microbatches, try_one_mesh
+from autopar.compile.one_mesh import few_microbatches, planners, try_one_mesh
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
 from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
@@ -363,7 +363,7 @@ def test_fewer_microbatches_than_a_search_for_stages_chose_where_they_are_faster
     s = settings({"mesh": (8,), "cluster": CLUSTER})
     chosen = try_one_mesh(call, dataclasses.replace(s, num_microbatches=8))
     assert chosen is not None
-    best = few_microbatches(call, s, chosen, {8})
+    best = few_microbatches(s, chosen, {8}, planners(call, s))
     assert best is not None
     assert best.plan.num_microbatches == 1
     assert best.plan.step_time_s < chosen.plan.step_time_s
