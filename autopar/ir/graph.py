@@ -38,8 +38,17 @@ from autopar.ir.text.printer import graph_lines, short_dtype
 Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 
+
 #: Trip count assumed for a loop whose bound is only known at run time.
 UNKNOWN_TRIPS = 10
+
+
+def phase_of(name_stack: Any) -> Phase | None:
+    """The phase that JAX's name stack tells of an operation; None if it is not part of a differentiated function."""
+    text = str(name_stack)
+    if "transpose(" in text:
+        return "backward"
+    return "forward" if "jvp(" in text else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,7 @@ class Op:
     @property
     def is_differentiated(self) -> bool:
         """True if JAX differentiates it, or made it by differentiation."""
-        return self.phase == "backward" or "jvp(" in str(self.name_stack)
+        return self.phase == "backward" or phase_of(self.name_stack) is not None
 
     @property
     def params(self) -> Mapping[str, Any]:

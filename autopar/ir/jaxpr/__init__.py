@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.errors import TraceError
-from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type
+from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type, phase_of
 from autopar.ir.jaxpr.kernel_work import with_estimate
 
 #: Primitives whose results are their operands once a program is differentiated. As operations they would give one value
@@ -215,9 +215,7 @@ def _pending_op(
     outputs = tuple([b.value(v.aval) for v in equation.outvars])
     env.update(zip(equation.outvars, outputs, strict=True))
     signature = b.signature(equation, operands)
-    pending = _PendingOp(
-        index, equation, operands, outputs, stack, signature, _phase_mark(stack), regions, trips, callers
-    )
+    pending = _PendingOp(index, equation, operands, outputs, stack, signature, phase_of(stack), regions, trips, callers)
     if any(jax_compat.is_reference(v.aval) for v in equation.outvars):
         raise TraceError(
             f"a mutable array is made{_at(_source(pending))} ({equation.primitive.name}), which autopar does not cut. "
@@ -263,13 +261,6 @@ def _region(
     _emit(b, jaxpr.jaxpr.eqns, env, pending_ops, stack, callers)
     constants, b.constants = (*constants, *b.constants), around
     return name, inputs, tuple(pending_ops), tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars), constants
-
-
-def _phase_mark(stack: Any) -> Phase | None:
-    text = str(stack)
-    if "transpose(" in text:
-        return "backward"
-    return "forward" if "jvp(" in text else None
 
 
 def _assign_phases(pending_ops: Sequence[_PendingOp]) -> tuple[Op, ...]:
