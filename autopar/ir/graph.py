@@ -38,7 +38,6 @@ from autopar.ir.text.printer import graph_lines, short_dtype
 Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 
-
 #: Trip count assumed for a loop whose bound is only known at run time.
 UNKNOWN_TRIPS = 10
 
