@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
-from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.states import Split, local_shape
 
 #: (stage, value) -> the sharding of the value there; for an argument that holds the batch, that of one microbatch.

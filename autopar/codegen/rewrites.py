@@ -2,7 +2,7 @@
 
 Gradient accumulation is a rewrite too, and its result is traced and planned like any step:
 
-    trace -> split into `count` microbatches (`autopar.passes.microbatch.analysis`) -> one scan over them -> trace
+    trace -> split into `count` microbatches (`autopar.passes.microbatch.split`) -> one scan over them -> trace
 
 State, arguments and results stay those of the step. A microbatch takes an equal part of every device's shard of the
 batch, so no example moves between devices. Where something is computed per microbatch, a microbatch is a contiguous run
@@ -21,8 +21,8 @@ from autopar.ir.graph import graph_hash
 from autopar.ir.jaxpr import build_graph
 from autopar.ir.simplify import simplified
 from autopar.ir.trace import Traced
-from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat import rewrite as remat
 from autopar.plans.plan import Plan
 from autopar.plans.validation.consistency import as_plan_mismatch, mismatches
@@ -41,7 +41,7 @@ def accumulate_gradients(
         batch: positions of the argument leaves that hold the batch.
         devices: number of devices over which the batch may be sharded.
         per_microbatch: globs of the values that may be computed per microbatch; see
-            `autopar.passes.microbatch.analysis.split`.
+            `autopar.passes.microbatch.split.split`.
 
     Raises:
         MicrobatchError: the batch does not divide, or examples depend on each other.

@@ -29,8 +29,8 @@ from autopar.ir.problem import Problem
 from autopar.passes.inter_op.layer_costs import LayerClasses
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.layers.find import Layers
-from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.merge import Surroundings
 from autopar.passes.remat import rewrite

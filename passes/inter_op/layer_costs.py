@@ -28,9 +28,9 @@ from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import RunCosts
 from autopar.passes.inter_op.stage_options import STAGE_OPTIONS, StageOption, StageOptions
 from autopar.passes.layers.find import Layers
-from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.microbatch.regions import apply_rule, state_of
 from autopar.passes.microbatch.slice_pushdown import rule_for_block

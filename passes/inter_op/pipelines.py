@@ -35,9 +35,10 @@ from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import partition as layer_partition
 from autopar.passes.layers import split_scan
 from autopar.passes.layers.find import Layers
-from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.microbatches import Microbatches
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.choose_offload import OffloadCandidates
@@ -93,7 +94,7 @@ class StageChoice:
         schedule: a name of `autopar.schedules.SCHEDULES`.
         microbatches: number of parts of the batch.
         batch: positions of the argument leaves that are divided into microbatches.
-        per_microbatch: globs of totals that may be those of a microbatch; see `autopar.passes.microbatch.analysis`.
+        per_microbatch: globs of totals that may be those of a microbatch; see `autopar.passes.microbatch.split.split`.
         remat: rematerialisation policy of each layer, before layers are subdivided; see `autopar.passes.remat.rewrite`.
         notes: for the user.
     """

@@ -63,7 +63,8 @@ from autopar.passes.inter_op.stage_options import StageOption, too_large
 from autopar.passes.inter_op.submeshes import submeshes
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
-from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.microbatches import Microbatches
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.memory_policy import MARGIN
 from autopar.passes.remat.options import Options
@@ -86,7 +87,7 @@ class SearchSpace:
         schedules: names, in ascending order of the microbatches in flight.
         policies: rematerialisation policies, each for all layers of a stage.
         memory: bytes per device; None: the device's own.
-        per_microbatch: globs of totals that may be those of a microbatch; see `autopar.passes.microbatch.analysis`.
+        per_microbatch: globs of totals that may be those of a microbatch; see `autopar.passes.microbatch.split.split`.
         fewest: the least number of stages.
         limit: step time (s) to beat.
         reserve: share of the memory that divisions leave free.

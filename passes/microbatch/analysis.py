@@ -8,7 +8,7 @@ The batch is cut into m blocks. One pass in program order gives every value a st
     2      after the loop, when totals are known: the update
     3, 4   a second loop that reads such totals, and the operations after it
 
-An operation is placed in the first segment where its operands are known and it can run      -> _Analyzer.place
+An operation is placed in the first segment where its operands are known and it can run      -> Analyzer.place
 
     all operands invariant                    where they are known, on whole values
     some operand split                        in a loop, on blocks, by the table of rules             -> _in_loop
@@ -20,12 +20,8 @@ An operation is placed in the first segment where its operands are known and it 
     otherwise                                 after the loop, on blocks joined into whole values   -> _after_loop
 
 so that partial sums are combined as early as possible and every step stays correct: f(sum_k x_k) is computed from the
-sum. An unsuitable step loses the benefit of microbatches, which is measured:
-
-    loop share = FLOPs in loops / (FLOPs in loops + FLOPs outside on the whole batch)    -> Microbatches.loop_share
-
-If it is below `MIN_LOOP_SHARE`, the split is refused. The error names the operation that reads a total and the
-operation of the forward pass that yields the total                                                        -> _reasons
+sum. An unsuitable step loses the benefit of microbatches. The result says by how much, and names the operations that
+read totals and the operations of the forward pass that yield these                                        -> _reasons
 
 A second loop makes steps exact that need totals of the forward pass in the backward pass, such as balance losses of
 experts that are products of batch means, or contrastive losses (gradient caching: Gao et al., "Scaling deep contrastive
@@ -37,7 +33,8 @@ Frameworks that accumulate gradients treat batch statistics in this way. Derivat
 are means over microbatches (see `autopar.passes.microbatch.programs`). What is not differentiated still gets totals
 over all microbatches: running means are those of the whole batch, running variances average those within microbatches.
 
-The operations of each program: `autopar.passes.microbatch.programs`.
+Which cuts of the batch are tried: `autopar.passes.microbatch.split`. The operations of each program:
+`autopar.passes.microbatch.programs`.
 """
 
 from __future__ import annotations
@@ -46,248 +43,37 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from autopar.cost_models.flops import work
 from autopar.cost_models.kernels import KERNELS
-from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Atom, Graph, Op, is_zero
 from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS, KERNEL_CALLS
-from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
-from autopar.passes.microbatch.grouped import Groups, find_groups, is_grouped
-from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, Analysis, PlacedOp, build_programs
-from autopar.passes.microbatch.regions import Blocking, FlattenedOps, Reason, apply_rule, blocking_op, flatten
+from autopar.passes.microbatch.grouped import Groups, is_grouped
+from autopar.passes.microbatch.microbatches import Microbatches
+from autopar.passes.microbatch.programs import Analysis, PlacedOp, build_programs
+from autopar.passes.microbatch.regions import Blocking, FlattenedOps, Reason, apply_rule, blocking_op
 from autopar.passes.microbatch.rules.table import invariant_results
 from autopar.passes.microbatch.rules.types import RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Partial, Split, State
 
-#: Least share of the FLOPs that has to run in loops; a split with less is refused.
-MIN_LOOP_SHARE = 0.99
 #: Limit on values that are computed from the whole batch before the loop: bytes per byte of the batch, plus bytes.
 HOISTED_BYTES_PER_BATCH_BYTE = 16.0
 # Masks and tables of positions of a small batch are larger than 16 times the batch, and small all the same.
 HOISTED_BYTES_FREE = 1 << 16
-#: Largest number of arguments, and of reasons, that a refusal names.
-MAX_NAMES, MAX_REASONS = 6, 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Microbatches:
-    """A step as programs around loops over microbatches.
-
-    Attributes:
-        graph, flat: the step, and its operations with rematerialised bodies inlined.
-        count: number of microbatches.
-        batch: argument values that are cut, and how.
-        states: state of every value inside the loops.
-        prologue: operations before the loops, on whole values.
-        loops: the loops in order, usually one.
-        loop_share: share of the FLOPs (of products, in loops times trip counts) that runs in loops, 0 to 1.
-        repeated_share: FLOPs of the first loop that the second repeats, as a share of the FLOPs in loops.
-        reasons: why the other FLOPs are outside of the loops, the most FLOPs first.
-    """
-
-    graph: Graph
-    flat: FlattenedOps
-    count: int
-    batch: Mapping[int, Split]
-    states: Mapping[int, State]
-    prologue: tuple[PlacedOp, ...]
-    loops: tuple[AccumulationLoop, ...]
-    loop_share: float
-    repeated_share: float
-    reasons: tuple[Reason, ...]
-
-    @property
-    def body(self) -> tuple[PlacedOp, ...]:
-        """Operations of the last loop."""
-        return self.loops[-1].body
-
-    @property
-    def epilogue(self) -> tuple[PlacedOp, ...]:
-        """Operations after the last loop."""
-        return self.loops[-1].after
-
-    @property
-    def totals(self) -> tuple[AccumulatedValue, ...]:
-        """Values of the last loop that are read outside of it."""
-        return self.loops[-1].totals
-
-
-# How the batch is cut
-
-
-def split(
-    graph: Graph,
-    count: int,
-    batch: Sequence[int] | Literal["auto"] = "auto",
-    *,
-    per_microbatch: Sequence[str] = (),
-    loops: int = 2,
-    shards: int = 1,
-    share_accumulators: bool = True,
-    min_loop_share: float = MIN_LOOP_SHARE,
-    reasons: bool = True,
-) -> Microbatches:
-    """Split a step into `count` microbatches.
-
-    Args:
-        graph: the step.
-        count: number of microbatches, at least 1.
-        batch: positions of the argument leaves that hold the batch, or "auto"; see `batch_leaves`.
-        per_microbatch: globs. A total that is read inside the loop may be the microbatch's own where one of them
-            matches the source line, a scope of `jax.named_scope`, or the primitive, of the operation in the forward
-            pass that yields the total or of the operation that reads it. "*": all. Where that does not suffice, the
-            totals are those of the batch, as without globs.
-        loops: largest number of loops over the microbatches, 1 or 2. A second is used only if one does not suffice.
-        shards: pieces, in order, in which the batch is distributed over as many devices. Every microbatch then takes
-            its part of each piece, so that no example has to move; if the extent is not divisible so, it takes a part
-            of the whole.
-        share_accumulators: two gradients whose only use is their sum share an accumulator. Where they are computed on
-            different devices, as those of tied weights are in a pipeline, that would move one of them in every
-            microbatch.
-        min_loop_share: least share of the FLOPs that has to run in loops; not required of one microbatch.
-        reasons: whether an error gives reasons. That takes as long as splitting a step.
-
-    Raises:
-        MicrobatchError: less than that would run in the loops, or the batch is not divisible.
-    """
-    if count < 1:
-        raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
-    leaves = [graph.inputs[i] for i in batch_leaves(graph, count, batch)]
-    flat = flatten(graph.ops, graph.outputs, graph.constants)
-    groups = find_groups(graph, flat.ops, flat.outputs)
-    limit = math.inf if reasons or count == 1 else (1 - min_loop_share) * math.fsum(work(graph, op) for op in flat.ops)
-    best: Microbatches | None = None
-    exact = tuple((allowed_loops, ()) for allowed_loops in range(1, loops + 1))
-    for allowed_loops, own in ((1, tuple(per_microbatch)), *exact) if per_microbatch else exact:
-        for outer in _batch_strides(graph, flat, leaves, count, shards):
-            batched = {v: Split(0, outer) for v in leaves}
-            analyzer = partial(_Analyzer, graph, flat, batched, count, allowed_loops, own, share_accumulators, limit)
-            try:
-                candidate = _run(analyzer, groups)
-                if own and _mixes_totals(candidate):
-                    candidate = _run(partial(analyzer, hoists_totals=False), groups)
-            except _OutsideLimitError:
-                continue
-            if candidate.loop_share >= min_loop_share or count == 1:
-                return candidate
-            if best is None or candidate.loop_share > best.loop_share:
-                best = candidate
-    if best is None or not reasons:
-        raise MicrobatchError(f"the step does not fall into {count} microbatches")
-
-    def helps(*patterns: str) -> bool:
-        """Whether the step falls into microbatches with these globs."""
-        try:
-            split(graph, count, batch, per_microbatch=patterns, loops=1, min_loop_share=min_loop_share, reasons=False)
-        except MicrobatchError:
-            return False
-        return True
-
-    raise MicrobatchError(f"the step does not fall into {count} microbatches: {_refusal(best, per_microbatch, helps)}")
-
-
-def _run(analyzer: Callable[..., _Analyzer], groups: Groups | None) -> Microbatches:
-    """The split in which each block sorts its own rows; where that is not possible, all rows are in one sort."""
-    if groups is not None:
-        try:
-            return analyzer(groups=groups).run()
-        except _GroupedOutsideError:
-            pass
-    return analyzer().run()
-
-
-def _mixes_totals(divided: Microbatches) -> bool:
-    """Whether some totals are the microbatch's own and others, computed before the loop, are those of the batch.
-
-    A loss that divides by the microbatch's count would then have a gradient that divides by the count of the batch.
-    """
-    before = {v for p in divided.prologue for v in p.op.outputs}
-    own = any(p.own_totals for loop in divided.loops for p in loop.body)
-    return own and any(isinstance(divided.states.get(v), Partial) for v in before)
-
-
-def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
-    """Values of `Split.outer` for the batch, in the order in which they are tried.
-
-    First the pieces of the batch that devices have, then the rows into which the step reshapes its batch, then the
-    pieces of which it takes some, such as halves, then 1: blocks of consecutive examples. With 1 every device's
-    examples are in one microbatch, so that examples move between devices; but a step may need that, such as one that
-    sorts the tokens of neighbouring examples.
-    """
-    extents = {graph.types[v].shape[0] for v in leaves}
-    by_shard = shards if all(extent % (shards * count) == 0 for extent in extents) else 1
-    yield by_shard
-    rows = dict.fromkeys(
-        graph.types[op.outputs[0]].shape[0]
-        for op in flat.ops
-        if op.name == "reshape" and op.inputs[0] in leaves and graph.types[op.outputs[0]].rank > 1
-    )
-    rows.update(dict.fromkeys(n for op in flat.ops for n in _pieces_taken(graph, op, extents)))
-    yield from (n for n in rows if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
-    if by_shard > 1:
-        yield 1
-
-
-def _pieces_taken(graph: Graph, op: Op, extents: Set[int]) -> Iterator[int]:
-    """The number of equal pieces of as many rows as the batch has, of which an operation takes some."""
-    shape = graph.type_of(op.inputs[0]).shape if op.name in ("slice", "split") else ()
-    if shape and shape[0] in extents:
-        start = op.params["start_indices"][0] if op.name == "slice" else 0
-        yield shape[0] // (math.gcd(shape[0], start, *(graph.types[v].shape[0] for v in op.outputs)) or 1)
-
-
-def _refusal(best: Microbatches, per_microbatch: Sequence[str], helps: Callable[..., bool]) -> str:
-    """Why a step cannot be split, and what helps.
-
-    Args:
-        best: the split with the largest loop share.
-        per_microbatch: as the user gave it.
-        helps: whether the step is split with these globs in its place.
-    """
-    main_reasons = list({str(r): r for r in best.reasons}.values())[:MAX_REASONS]
-    reasons = "; ".join(map(str, main_reasons))
-    lines = [r.source.source or r.source.name for r in main_reasons if not r.why]
-    accept = _advised(tuple(dict.fromkeys((*per_microbatch, *lines))), per_microbatch, helps)
-    return (
-        f"{1 - best.loop_share:.0%} of its FLOPs need more than one of them: {reasons}. Use one microbatch,{accept} or "
-        f"rewrite the operation per example. What is cut is the first dimension of {_batch_names(best)}: if one of "
-        "these holds no examples, say with batch_argnums which do."
-    )
-
-
-def _advised(patterns: tuple[str, ...], given: Sequence[str], helps: Callable[..., bool]) -> str:
-    """The advice to accept a microbatch's own totals by globs with which the step is split; "" if there are none."""
-    if "*" in given or not helps("*"):
-        return ""
-    exact = f"{patterns!r} or '*' for all" if set(patterns) > {*given} and helps(*patterns) else "'*'"
-    return f" accept each microbatch's own totals with per_microbatch={exact},"
-
-
-def _batch_names(best: Microbatches) -> str:
-    """The arguments that are cut, the first few of many."""
-    paths = dict(zip(best.graph.inputs, best.graph.input_paths, strict=True))
-    names = [repr(paths[v]) for v in best.batch]
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
-
-
-# The analysis
-
-
-class _OutsideLimitError(Exception):
+class OutsideLimitError(Exception):
     """More FLOPs than allowed need several microbatches."""
 
 
-class _GroupedOutsideError(Exception):
+class GroupedOutsideError(Exception):
     """Rows that a block has sorted are read outside of the loop."""
 
 
@@ -308,7 +94,7 @@ class _OperandUse(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Analyzer:
+class Analyzer:
     """The state of one pass; local to `split`.
 
     Attributes:
@@ -363,7 +149,7 @@ class _Analyzer:
             segment, placed, results = self.place(op)
             self._record(placed.op, segment, placed, results)
         if any(isinstance(self.use(a).state, Grouped) for a in self.flat.outputs):
-            raise _GroupedOutsideError
+            raise GroupedOutsideError
         self.flat = replace(self.flat, ops=tuple(self.places[op.index][1].op for op in self.flat.ops))
         return _result(self)
 
@@ -428,7 +214,7 @@ class _Analyzer:
             return segment, placed, invariant_results(op, [v.state for v in uses])
         placed = None if op.equation.effects else self._in_loop(op, uses)
         if placed is None and any(isinstance(v.state, Grouped) for v in uses):
-            raise _GroupedOutsideError
+            raise GroupedOutsideError
         if placed is None and not op.equation.effects:
             placed = self._with_own_totals(op, uses) or self._before_loop(op, uses)
         return placed or self._after_loop(op, uses)
@@ -542,7 +328,7 @@ class _Analyzer:
                 self.whole_batch_reader.update(dict.fromkeys(op.outputs, min(whole_batch_reader)))
                 self.outside_flops += work(self.graph, op) if self.limit < math.inf else 0.0
         if self.outside_flops > self.limit:
-            raise _OutsideLimitError
+            raise OutsideLimitError
 
 
 def _placed(op: Op, uses: Sequence[_OperandUse], result: RuleResult | None) -> PlacedOp:
@@ -568,7 +354,7 @@ _HEAVY = frozenset((*ALL_PRODUCTS, *_OPAQUE))
 # The result
 
 
-def _result(analyzer: _Analyzer) -> Microbatches:
+def _result(analyzer: Analyzer) -> Microbatches:
     programs = build_programs(
         Analysis(analyzer.graph, analyzer.flat, analyzer.count, analyzer.values, analyzer.places, analyzer.whole)
     )
@@ -592,12 +378,12 @@ def _result(analyzer: _Analyzer) -> Microbatches:
     )
 
 
-def _whole_batch_reader(analyzer: _Analyzer, op: Op) -> int:
+def _whole_batch_reader(analyzer: Analyzer, op: Op) -> int:
     """Index of the first operation on the way to this one that reads the whole batch; -1 if none does."""
     return min((analyzer.whole_batch_reader[v] for v in op.outputs if v in analyzer.whole_batch_reader), default=-1)
 
 
-def _reasons(analyzer: _Analyzer, displaced: Mapping[int, float]) -> tuple[Reason, ...]:
+def _reasons(analyzer: Analyzer, displaced: Mapping[int, float]) -> tuple[Reason, ...]:
     """Operations that read the whole batch, by the FLOPs that follow them."""
     by_index = {op.index: op for op in analyzer.flat.ops}
     flops_of: dict[int, float] = {}
@@ -609,7 +395,7 @@ def _reasons(analyzer: _Analyzer, displaced: Mapping[int, float]) -> tuple[Reaso
     return tuple(Reason(op if source.is_total else source.op, source.op, source.why, n) for op, source, n in sources)
 
 
-def _source(analyzer: _Analyzer, op: Op) -> Blocking:
+def _source(analyzer: Analyzer, op: Op) -> Blocking:
     """The first operation whose total `op` reads: if possible a sum, of the forward pass. Else the operation without
     a rule.
     """

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -33,11 +33,13 @@ from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.op_sets import RAGGED_PRODUCTS
 from autopar.ir.trace import Traced
-from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.accumulators import Accumulator, accumulator
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, PlacedOp
 from autopar.passes.microbatch.regions import BlockBody, FlattenedOps, analyse_region, state_of
 from autopar.passes.microbatch.rules.table import RULES
 from autopar.passes.microbatch.rules.types import RuleResult
+from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, local_shape, part_dtype
 
 #: Arrays by value.
@@ -53,15 +55,6 @@ def slice_block(array: Any, state: Split, count: int, index: Any) -> Any:
     folded = array.reshape(*shape[:d], state.outer, count, inner, *shape[d + 1 :])
     block = jax.lax.dynamic_index_in_dim(folded, index, d + 1, keepdims=False)
     return block.reshape(*shape[:d], state.outer * inner, *shape[d + 1 :])
-
-
-def join_blocks(blocks: Any, state: Split) -> Any:
-    """The whole array from its blocks, which are stacked along a new leading dimension."""
-    count, *shape = blocks.shape
-    d = state.dim
-    inner = shape[d] // state.outer
-    folded = blocks.reshape(count, *shape[:d], state.outer, inner, *shape[d + 1 :])
-    return jnp.moveaxis(folded, 0, d + 1).reshape(*shape[:d], count * shape[d], *shape[d + 1 :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +137,8 @@ class StepPrograms:
             lead: extents of additional leading dimensions, along which sums stay unreduced.
         """
         aval = self.avals[total.value]
-        factories = {**_ACCUMULATORS, "mean": partial(_mean_accumulator, self.split.count)}
-        return factories[total.combine]((*lead, *aval.shape), aval.dtype, self.split.states[total.value])
+        shape, state = (*lead, *aval.shape), self.split.states[total.value]
+        return accumulator(total.combine, self.split.count, shape, aval.dtype, state)
 
     @cached_property
     def avals(self) -> Mapping[int, Any]:
@@ -200,7 +193,7 @@ def split_step(
         traced: the step.
         count: number of microbatches; the batch has to be divisible by it.
         batch_argnums: positional arguments that hold the batch in their first dimension, or "auto".
-        per_microbatch, loops, shards: see `autopar.passes.microbatch.analysis.split`.
+        per_microbatch, loops, shards: see `autopar.passes.microbatch.split.split`.
         unrolled: emit the loop's body once per microbatch.
 
     Raises:
@@ -218,108 +211,6 @@ def _leaves_of(traced: Traced, argnums: Sequence[int]) -> tuple[int, ...]:
     if unknown:
         raise ArgumentError(f"batch_argnums={tuple(argnums)}: there is no traced argument {unknown[0]}")
     return tuple(leaf for n in argnums for leaf in range(ends[n], ends[n + 1]))
-
-
-# Totals
-
-
-@dataclass(frozen=True, eq=False)
-class Accumulator:
-    """How the parts of one total are combined.
-
-    Attributes:
-        zero: gives the initial carry; None if parts are stacked instead of added.
-        add: (carry, part) -> (carry, value to stack).
-        finish: (carry, stacked values) -> the whole value.
-    """
-
-    zero: Callable[[], Any] | None
-    add: Callable[[Any, Any], tuple[Any, Any]]
-    finish: Callable[[Any, Any], Any]
-
-    @property
-    def is_stacked(self) -> bool:
-        """Parts are kept one by one."""
-        return self.zero is None
-
-    @property
-    def initial(self) -> Any:
-        """The initial carry; None if parts are stacked."""
-        return None if self.zero is None else self.zero()
-
-
-#: (shape, dtype, state) of the whole value -> its accumulator.
-_AccumulatorFactory = Callable[[tuple[int, ...], Any, State], Accumulator]
-
-
-def _sum_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-    """Sums in at least float32."""
-    wide = part_dtype(dtype, SUM)
-    zero = partial(jnp.zeros, shape, wide)
-    return Accumulator(zero, lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
-
-
-def _mean_accumulator(count: int, shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-    """Means over `count` microbatches, in at least float32."""
-    total = _sum_accumulator(shape, dtype, state)
-    return replace(total, finish=lambda c, _: (c / np.asarray(count, c.dtype)).astype(dtype))
-
-
-def _fold_accumulator(combine: Callable[[Any, Any], Any], identity: Callable[[Any], Any]) -> _AccumulatorFactory:
-    """Combines parts by `combine`, of which `identity` gives the identity element for a dtype."""
-
-    def make(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-        zero = partial(jnp.full, shape, identity(dtype), dtype)
-        return Accumulator(zero, lambda c, p: (combine(c, p), None), lambda c, _: c)
-
-    return make
-
-
-def _smallest(dtype: Any) -> Any:
-    """Identity of the maximum: -inf, or the least number if the dtype has no infinity."""
-    return _extreme(dtype, -1)
-
-
-def _largest(dtype: Any) -> Any:
-    """Identity of the minimum."""
-    return _extreme(dtype, 1)
-
-
-def _extreme(dtype: Any, sign: int) -> Any:
-    if dtype == jnp.bool_:
-        return sign > 0
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return jnp.iinfo(dtype).min if sign < 0 else jnp.iinfo(dtype).max
-    infinity = np.asarray(sign * np.inf).astype(dtype)  # nan for dtypes of eight bits without infinity
-    return infinity if np.isinf(infinity) else sign * float(jnp.finfo(dtype).max)
-
-
-def _all_ones(dtype: Any) -> Any:
-    return np.invert(np.zeros((), dtype))
-
-
-def _concatenate_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-    """Joins the blocks of a split value."""
-    assert isinstance(state, Split)
-    return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: join_blocks(blocks, state))
-
-
-def _last_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-    """Keeps the last microbatch's value of an invariant; values of extended dtypes (keys) are stacked for that."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: blocks[-1])
-    return Accumulator(partial(jnp.zeros, shape, dtype), lambda c, p: (p, None), lambda c, _: c)
-
-
-_ACCUMULATORS: Mapping[str, _AccumulatorFactory] = {
-    "sum": _sum_accumulator,
-    "max": _fold_accumulator(jnp.maximum, _smallest),
-    "min": _fold_accumulator(jnp.minimum, _largest),
-    "and": _fold_accumulator(jnp.bitwise_and, _all_ones),
-    "or": _fold_accumulator(jnp.bitwise_or, lambda dtype: np.zeros((), dtype)),
-    "concatenate": _concatenate_accumulator,
-    "last": _last_accumulator,
-}
 
 
 # Emission

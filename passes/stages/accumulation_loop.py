@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import Atom
-from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.stages.assign import whole_operands
 from autopar.passes.stages.updates import SHAPE_OPS

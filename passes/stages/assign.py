@@ -36,7 +36,7 @@ from autopar.errors import GraphError
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS
 from autopar.passes.layers.find import BARRIER, Layers, gradients
-from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.microbatch.states import Partial
 from autopar.schedules.instructions import Kind

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from autopar.errors import ArgumentError, GraphError, MicrobatchError
 from autopar.passes.layers.find import Layers
-from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.stages import accumulation_loop
 from autopar.passes.stages import assign as stage_passes

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import Atom
 from autopar.ir.op_sets import BROADCASTS, RESHAPES
 from autopar.ir.train_state import match_state
-from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.stages.assign import (
     NOT_DUPLICATED,

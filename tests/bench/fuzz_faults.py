@@ -26,10 +26,12 @@ from autopar.bench.fuzz.campaign import flags
 from autopar.bench.worker import cpu_devices
 from autopar.codegen import emitter
 from autopar.errors import AutoparError
-from autopar.passes.microbatch import analysis, constant_indices, grouped, loop, programs
-from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch import constant_indices, grouped, loop, programs
+from autopar.passes.microbatch import split as splitting
+from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.rules import blockwise, gather, table
 from autopar.passes.microbatch.rules.types import ANY, ORDERED, Dtypes, OpRules, PartialOperands
+from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import REDUCTION_KINDS
 from autopar.passes.op_groups import merge as op_groups
 from autopar.plans import cache as plan_cache
@@ -164,7 +166,7 @@ FAULTS = (
     Fault(
         "numbers that do not sort the rows are counted as their groups",
         "microbatches",
-        lambda: [(analysis, "find_groups", edited(grouped.find_groups, COUNTED, ANY_KEYS))],
+        lambda: [(splitting, "find_groups", edited(grouped.find_groups, COUNTED, ANY_KEYS))],
         "ragged_dot",
     ),
     Fault(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
-from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.plan import MemoryLimit

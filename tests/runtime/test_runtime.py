@@ -18,7 +18,7 @@ from autopar.api import parallelize
 from autopar.errors import ArgumentError, MeshError, StageError
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
-from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.split import split
 from autopar.passes.stages.divide import divide
 from autopar.runtime import PipelineStep, build
 from autopar.schedules import Size, bounds, check, make

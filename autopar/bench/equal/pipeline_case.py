@@ -28,7 +28,7 @@ from autopar.errors import ScheduleError
 from autopar.hardware import meshes
 from autopar.ir.trace import trace
 from autopar.passes.inter_op import pipelines
-from autopar.passes.microbatch.analysis import MIN_LOOP_SHARE
+from autopar.passes.microbatch.split import MIN_LOOP_SHARE
 from autopar.plans.builders.pipeline import choice_of
 
 DEVICES = 8

@@ -25,7 +25,8 @@ from autopar.codegen.stages.unplanned import UnplannedPrograms
 from autopar.codegen.value_numbering import ValueNumbers, key_of, number_values, renumber
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.graph import Graph
-from autopar.passes.microbatch.loop import Accumulator, StepPrograms
+from autopar.passes.microbatch.accumulators import Accumulator
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.programs import AccumulatedValue
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import BEGIN, update_name

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from jax.sharding import NamedSharding
 
 from autopar.ir.graph import Graph
-from autopar.passes.microbatch.loop import Accumulator
+from autopar.passes.microbatch.accumulators import Accumulator
 from autopar.passes.stages.divide import Stages
 from autopar.schedules.instructions import Kind
 

@@ -19,7 +19,8 @@ from autopar.codegen.layouts import Layouts
 from autopar.codegen.stages.shardings import Values
 from autopar.ir.graph import Graph
 from autopar.ir.train_state import match_state
-from autopar.passes.microbatch.loop import Accumulator, StepPrograms
+from autopar.passes.microbatch.accumulators import Accumulator
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop
 from autopar.passes.stages.divide import Stages
 from autopar.schedules.instructions import Kind

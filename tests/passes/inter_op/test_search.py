@@ -39,8 +39,8 @@ from autopar.passes.inter_op.simulate import FoundPipeline, least_seconds, simul
 from autopar.passes.inter_op.stage_options import StageOption
 from autopar.passes.inter_op.submeshes import shape_of
 from autopar.passes.layers import find as layers_pass
-from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.batch import batch_leaves
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.solver.optimize import optimize

@@ -41,11 +41,11 @@ from autopar.ir.graph import Graph, Region
 from autopar.ir.op_sets import ATTENTION
 from autopar.ir.trace import trace
 from autopar.passes.microbatch import regions
-from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.regions import BlockBody
 from autopar.passes.microbatch.rules import table
 from autopar.passes.microbatch.rules.types import Operands, OpRules, PartialOperands
+from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import (
     INVARIANT,
     REDUCTION_KINDS,

@@ -17,9 +17,11 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
-from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.accumulators import join_blocks
 from autopar.passes.microbatch.batch import batch_leaves
-from autopar.passes.microbatch.loop import StepPrograms, join_blocks, slice_block, split_step
+from autopar.passes.microbatch.loop import StepPrograms, slice_block, split_step
+from autopar.passes.microbatch.microbatches import Microbatches
+from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.zoo import TOYS, build
 from tests.passes.microbatch import batch_programs as programs

@@ -13,8 +13,9 @@ import pytest
 from autopar.errors import MicrobatchError
 from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass
-from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.microbatches import Microbatches
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat import rewrite as remat
 from tests.passes.microbatch import batch_programs as programs
 from tests.support.effort import sample

@@ -17,8 +17,8 @@ from autopar import jax_compat
 from autopar.api import parallelize
 from autopar.errors import MicrobatchError
 from autopar.ir.trace import trace
-from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import split_step
+from autopar.passes.microbatch.split import split
 from tests.bench.fuzz_faults import FAULTS, put_back
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, EACH = 32, 4, 6, 3, 2

@@ -22,11 +22,11 @@ from autopar.bench.equal.case import dear
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Op
 from autopar.ir.trace import trace
-from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import StepPrograms, slice_block
 from autopar.passes.microbatch.rules import kernels
 from autopar.passes.microbatch.rules.table import apply_table
 from autopar.passes.microbatch.rules.types import Operands, RuleResult
+from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, is_divisible
 from autopar.rules import pallas
 from tests.passes.microbatch.test_exactness import in_loop, in_microbatches

@@ -24,7 +24,7 @@ from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.options import settings
 from autopar.passes.mesh_search import planner as planning
-from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import memory_policy
 from autopar.passes.remat import rewrite as remat

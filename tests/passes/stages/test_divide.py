@@ -15,7 +15,8 @@ from autopar.errors import GraphError
 from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.layers.find import Layers, find
-from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.microbatches import Microbatches
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages import assign as stage_passes
 from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer, divide

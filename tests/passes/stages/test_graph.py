@@ -14,8 +14,8 @@ from autopar.cost_models.flops import model_flops
 from autopar.ir.graph import Graph, Repeats, graph_hash, verify
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
-from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import local_shape
 from autopar.passes.op_groups import unreduced
 from autopar.passes.stages.divide import PASS_KINDS, Stages, divide

@@ -22,8 +22,8 @@ from autopar.ir.layout import PARTIAL, Layout
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.layers.find import find
-from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.programs import PlacedOp
+from autopar.passes.microbatch.split import split
 from autopar.passes.op_groups import merge, overlap, unreduced
 from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER
 from autopar.passes.remat import rewrite
