@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar import api
-from autopar.api import Executable, parallelize
+from autopar.api import parallel_function, parallelize
 from autopar.bench.equal.case import dear
+from autopar.runtime.executables import Executable
 from tests.programs.steps import array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
 
@@ -42,7 +42,7 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
 def test_first_calls_from_threads_plan_and_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
     compiled: list[str] = []
-    plan, compile_step = api.plan_step, api.Lowered.compile
+    plan, compile_step = parallel_function.plan_step, parallel_function.Lowered.compile
 
     def slow_plan(*args: Any, **kwargs: Any) -> Any:
         planned.append(threading.current_thread().name)
@@ -53,8 +53,8 @@ def test_first_calls_from_threads_plan_and_compile_once(monkeypatch: pytest.Monk
         compiled.append(threading.current_thread().name)
         return compile_step(*args, **kwargs)
 
-    monkeypatch.setattr(api, "plan_step", slow_plan)
-    monkeypatch.setattr(api.Lowered, "compile", counted)
+    monkeypatch.setattr(parallel_function, "plan_step", slow_plan)
+    monkeypatch.setattr(parallel_function.Lowered, "compile", counted)
     run = parallelize(step, mesh=(8,), donate_argnums=())
     args = two_layers(), array(16, 8)
     results = at_once(*[lambda: run(*args)] * THREADS)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import zoo
+from autopar.api.parallel_function import ParallelFunction
 from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, MemoryBudgetError, MicrobatchError
 from autopar.ir.layout import partial_axes
@@ -26,7 +27,7 @@ MODELS = (
 )
 
 
-def parallel(model: zoo.Model, mesh: tuple[int, ...], **options: object) -> autopar.api.ParallelFunction:
+def parallel(model: zoo.Model, mesh: tuple[int, ...], **options: object) -> ParallelFunction:
     return autopar.parallelize(model.step, mesh=mesh, cluster=dear(mesh), donate_argnums=(), **options)
 
 

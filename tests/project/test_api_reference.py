@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar import options
-from autopar.api import BoundFunction, ParallelFunction
+from autopar.api.parallel_function import BoundFunction, ParallelFunction
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.hardware.description import Device

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import autopar
-from autopar.api import ParallelFunction
+from autopar.api.parallel_function import ParallelFunction
 
 KEY = jax.random.key(0)
 BATCH = jnp.ones((16, 32))

@@ -34,7 +34,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import jax_compat
-from autopar.api import Executable
 from autopar.bench.corpus import compare as corpus_compare
 from autopar.bench.corpus import program as corpus_program
 from autopar.bench.corpus.program import Program
@@ -48,6 +47,7 @@ from autopar.ir.arguments import as_arrays, merge_static
 from autopar.ir.trace import trace
 from autopar.plans import imbalance
 from autopar.rules import rules_of
+from autopar.runtime.executables import Executable
 from autopar.verification import verify as verification
 
 STEPS = 3

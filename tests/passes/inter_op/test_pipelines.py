@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import zoo
+from autopar.api.parallel_function import ParallelFunction
 from autopar.compile import plan_step
 from autopar.cost_models.memory.lower_bound import written_bytes
 from autopar.errors import (
@@ -182,11 +183,11 @@ def test_a_loaded_plan_runs_the_same_stages(model: zoo.Model, inputs: tuple[Any,
 
 
 @pytest.fixture(scope="module")
-def step(model: zoo.Model) -> autopar.api.ParallelFunction:
+def step(model: zoo.Model) -> ParallelFunction:
     return autopar.parallelize(model.step, stages=2, num_microbatches=4)
 
 
-def test_programs_have_names(step: autopar.api.ParallelFunction, inputs: tuple[Any, Any]) -> None:
+def test_programs_have_names(step: ParallelFunction, inputs: tuple[Any, Any]) -> None:
     exe = step.lower(*inputs).compile()
     assert [name for name in exe.programs if name.startswith("stage 0")][:3] == [
         "stage 0 begin",
@@ -201,7 +202,7 @@ def test_programs_have_names(step: autopar.api.ParallelFunction, inputs: tuple[A
 
 @pytest.mark.core
 def test_state_is_donated_and_stays_where_its_stage_is(
-    step: autopar.api.ParallelFunction, model: zoo.Model, inputs: tuple[Any, Any]
+    step: ParallelFunction, model: zoo.Model, inputs: tuple[Any, Any]
 ) -> None:
     state, batch = inputs
     plan = step.plan(state, batch)
@@ -225,7 +226,7 @@ def test_donation_can_be_turned_off(model: zoo.Model, inputs: tuple[Any, Any]) -
 
 
 def test_init_puts_every_array_where_its_stage_is(
-    step: autopar.api.ParallelFunction, model: zoo.Model, inputs: tuple[Any, Any]
+    step: ParallelFunction, model: zoo.Model, inputs: tuple[Any, Any]
 ) -> None:
     step.plan(*inputs)
     state = step.init(model.init, jax.random.key(0))
@@ -244,7 +245,7 @@ def test_a_mesh_of_devices_is_taken_as_it_is(model: zoo.Model, inputs: tuple[Any
     assert jax.tree.leaves(state)[0].sharding.device_set == {*devices[:2]}
 
 
-def test_arguments_may_lie_anywhere(step: autopar.api.ParallelFunction, model: zoo.Model, inputs: Any) -> None:
+def test_arguments_may_lie_anywhere(step: ParallelFunction, model: zoo.Model, inputs: Any) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     moved = jax.device_put(inputs, NamedSharding(mesh, P()))
     assert_equal(step(*moved), jax.jit(model.step)(*inputs))
