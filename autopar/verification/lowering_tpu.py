@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost_models.compiler.precision import rounded, rounds
+from autopar.cost_models.precision import rounded, rounds
 from autopar.ir.collective import Collective
 from autopar.ir.control_flow import entries
 from autopar.ir.graph import Op

@@ -37,7 +37,7 @@ from typing import Protocol
 from networkx.utils import UnionFind
 
 from autopar.cost_models.compiler.fusion import BYTES_ACCESSED, KERNEL, LIGHT, PRODUCT, REDUCTION, Fusion
-from autopar.cost_models.compiler.precision import rounded, rounds
+from autopar.cost_models.precision import rounded, rounds
 from autopar.hardware.description import Device
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Body, Graph, Op

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_models.compiler.precision import rounded, rounds_read
+from autopar.cost_models.precision import rounded, rounds_read
 from autopar.cost_models.resharding import Resharding, resharding_on
 from autopar.cost_models.sharding.groups import Binding, Grouping, Model, OpGroup, projection, source_dims
 from autopar.cost_models.sharding.strategies import StrategySet, padding, share, shares
@@ -146,7 +146,7 @@ class _End:
         assigned: as in `Use`.
         weight: reads per step.
         behind: the reshard can overlap with computation.
-        narrow: the value may be rounded before the reshard (`autopar.cost_models.compiler.precision`).
+        narrow: the value may be rounded before the reshard (`autopar.cost_models.precision`).
     """
 
     consumer: int

@@ -18,7 +18,7 @@ from autopar.cost_models.kernels import kernel_flops
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.trace import trace
 from autopar.zoo.layers import attention
-from tests.rules.test_pallas import array, matmul, prefetched_scale, with_estimate
+from tests.rules.kernels import array, matmul, prefetched_scale, with_estimate
 
 pytestmark = pytest.mark.core
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from autopar.api import parallelize
-from tests.programs.real_programs import KEPT, PROGRAMS
+from tests.programs.kept_programs import KEPT
+from tests.programs.real_programs import PROGRAMS
 
 MESHES = ((2, 4), (8,))
 CORE = ("typed keys", "mixed leaves", "adam", "scan of mixed carries", "branches", "remat", "taking and scattering")

@@ -30,8 +30,9 @@ from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, is_divisible
 from autopar.rules import pallas
 from tests.passes.microbatch.test_exactness import in_loop, in_microbatches
-from tests.rules import test_pallas as samples
-from tests.rules.test_pallas import Kernel, array, calls, matmul
+from tests.rules import kernels as samples
+from tests.rules.kernels import Kernel, array, calls, matmul
+from tests.rules.test_random_kernels import FIRST, random_kernels
 
 pytestmark = pytest.mark.core
 
@@ -138,7 +139,7 @@ def test_states_in_which_a_kernel_does_not_run_on_blocks(name: str) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(samples.random_kernels())
+@given(random_kernels())
 def test_random_kernels_in_microbatches_are_the_whole(kernel: Kernel) -> None:
     assert_blocks_are_those_of_the_whole(kernel)
 
@@ -148,7 +149,7 @@ def test_some_random_kernels_run_in_microbatches_with_scratch_memory() -> None:
         (op,) = calls(kernel[0], *kernel[1])
         return len(op.params["jaxpr"].invars) > 3 and any(accepted(kernel))
 
-    assert assert_blocks_are_those_of_the_whole(find(samples.random_kernels(), is_wanted, settings=samples.FIRST)) > 0
+    assert assert_blocks_are_those_of_the_whole(find(random_kernels(), is_wanted, settings=FIRST)) > 0
 
 
 @pytest.mark.parametrize("name", [*samples.CARELESS.split("; ")[:3], "a written operand", "half of a block"])
@@ -249,7 +250,7 @@ def test_models_with_kernels_are_the_undivided_step(model: Callable[..., Any], c
 @pytest.mark.parametrize("model", [unrolled, scanned, branched])
 def test_a_kernel_that_does_not_run_on_blocks_is_named(model: Callable[..., Any]) -> None:
     why = "does not run on a part of the batch: grid axis 0: its 4 blocks do not divide into 8 microbatches"
-    with pytest.raises(MicrobatchError, match=rf"pallas_call at test_\w+\.py:\d+ {why}") as error:
+    with pytest.raises(MicrobatchError, match=rf"pallas_call at \w+\.py:\d+ {why}") as error:
         divided_step(train_step(model), small(), 8)
     assert "per_microbatch" not in str(error.value)
 
