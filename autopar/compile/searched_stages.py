@@ -28,6 +28,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
 from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
+from autopar.passes.inter_op.backward_passes import has_backward
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.remat import choose_offload
 from autopar.plans import cache as plan_cache
@@ -91,7 +92,7 @@ def searches_stages(s: Settings, graph: Graph) -> bool:
 
 def _is_far_too_large(s: Settings, graph: Graph) -> bool:
     """Whether a step needs more than `SEARCHED_STAGES.far` times the memory of all devices, without options for it."""
-    if s.memory_budget is not None or s.num_microbatches != "auto" or not pipelines.has_backward(graph):
+    if s.memory_budget is not None or s.num_microbatches != "auto" or not has_backward(graph):
         return False
     return not pipelines.fits_evenly(graph, s.cluster or Cluster.local(), SEARCHED_STAGES.far)
 

@@ -28,6 +28,7 @@ from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op import search as stage_search
+from autopar.passes.inter_op.backward_passes import HAS_BACKWARD, check_fits, has_backward, have_backward
 from autopar.passes.inter_op.lower_bound import PipelineBound
 from autopar.passes.inter_op.search import InterOpSearch
 from autopar.passes.inter_op.simulate import FoundPipeline
@@ -220,7 +221,7 @@ def offload_candidates(pipeline: Pipelined, positions: Sequence[int]) -> tuple[O
 def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: PipelineOptions) -> Pipelined:
     """`assemble`; "auto" means "inference" also if no operation of the backward pass depends on a microbatch."""
     divided = _divided(graph, choice)
-    if s.schedule == "auto" and not _has_backward_passes(divided[1]):
+    if s.schedule == "auto" and not have_backward(divided[1]):
         choice = replace(choice, schedule="inference")
     return _assembled(choice, *divided, target)
 
@@ -279,7 +280,7 @@ def _divided(graph: Graph, choice: StageChoice) -> tuple[Layers, Stages]:
 
 def _assembled(choice: StageChoice, layers: Layers, stages: Stages, target: Target) -> Pipelined:
     """Stages under the schedule of the choice, on their submeshes."""
-    _check_fits(choice.schedule, stages)
+    check_fits(choice.schedule, stages)
     size = Size(len(choice.extents), choice.microbatches, _chunks(choice.schedule))
     return Pipelined(
         choice, layers, stages, _schedule(choice.schedule, size, stages.borders), submeshes(target, choice)
@@ -404,7 +405,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
     if not has_backward(graph):
         return None
     if s.schedule in SCHEDULES and not SCHEDULES[s.schedule].backward:
-        raise ScheduleError(f"schedule '{s.schedule}' {_HAS_BACKWARD}")
+        raise ScheduleError(f"schedule '{s.schedule}' {HAS_BACKWARD}")
     try:
         batch = batch_leaves(graph, 1, "auto" if leaves is None else leaves)
     except MicrobatchError:
@@ -514,55 +515,8 @@ def _part(cluster: Cluster, mesh: LogicalMesh, first: int, sizes: tuple[int, ...
 # Microbatches and schedules
 
 
-def has_backward(graph: Graph) -> bool:
-    return any(op.phase == "backward" for op in graph.ops)
-
-
 def _chunks(schedule: str) -> int:
     return PIPELINES.chunks if schedule in SCHEDULES and "chunks" in SCHEDULES[schedule].several else 1
-
-
-def _has_backward_passes(stages: Stages) -> bool:
-    return any(stage.passes["B"].ops for stage in stages.stages)
-
-
-def _check_fits(name: str, stages: Stages) -> None:
-    """Raises if the schedule has backward passes and the step has none, or the reverse."""
-    works = _has_backward_passes(stages)
-    if SCHEDULES[name].backward != works:
-        raise ScheduleError(f"schedule '{name}' {_HAS_BACKWARD if works else _lacks_backward(stages)}")
-
-
-def _usable(backward: bool) -> str:
-    """The schedules with, or without, passes B and no passes W."""
-    rows = [(n, row) for n, row in SCHEDULES.items() if row.executable and not row.split]
-    return ", ".join(repr(n) for n, row in rows if row.backward == backward)
-
-
-#: What is wrong with a schedule without backward passes for a step that has them.
-_HAS_BACKWARD = f"has no backward passes and the step has; use {_usable(True)}"
-
-
-def _lacks_backward(stages: Stages) -> str:
-    """What is wrong with a schedule with passes B for stages that have none."""
-    if any(stage.passes["W"].ops for stage in stages.stages):
-        kinds = "gradients that stages send to each other, and gradients of weights"
-        return f"splits backward passes into {kinds}; no stage of this step sends a gradient; use {_usable(True)}"
-    return (
-        "has backward passes, and the step has none that runs microbatch by microbatch: "
-        f"{_why_no_backward(stages.split)}; use {_usable(False)}, or one mesh (leave out stages and schedule)"
-    )
-
-
-def _why_no_backward(parts: Microbatches) -> str:
-    """Why no operation of the backward pass is in the loop over microbatches."""
-    if not has_backward(parts.graph):
-        return "it has no gradient"
-    if parts.reasons:
-        return f"its gradient needs the whole batch at once, as {parts.reasons[0]}"
-    return (
-        "what its gradient needs of the batch is cheap, as elementwise work is, and is computed once for all examples"
-    )
 
 
 def _microbatches(
