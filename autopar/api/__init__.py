@@ -48,8 +48,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         donate_argnums: positions of the arguments whose buffers the step may reuse. "auto": the state, which is every
             argument leaf that the step returns with the same path or position, shape and dtype. With `plan`, only
             leaves that the plan donates are donated. Use of a donated array raises `DonatedError` with its path.
-        static_argnums: positions of arguments that are not traced, as in `jax.jit`: hashable, and no modules. Given by
-            keyword, they are static too.
+        static_argnums: positions of arguments that are not traced, by keyword too: hashable, and no modules.
         static_argnames: names of parameters that are not traced, by keyword or by position.
         memory_budget: bound on the predicted peak memory per device: bytes, "12GiB", "80%" of a device's memory, or
             "min" for the least peak, with `stages` over all devices; `MemoryBudgetError` if no plan fits. None: nine
@@ -75,10 +74,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         offload: optimizer state in host memory between steps (ZeRO-Offload, Ren et al., 2021). "none". "all": every
             donated leaf that only the update reads. "auto": none, unless memory requires it and copies take less time
             than recomputation. Requires memory of the kind `pinned_host`, and `host_bandwidth` and `host_memory_bytes`.
-        num_microbatches: parts of the batch, computed one after the other, with gradients and metrics accumulated to
-            those of the whole batch (GPipe, Huang et al., 2019). `MicrobatchError` if examples depend on each other.
-            "auto": 1, or the fewest of 2, 4, 8 and 16 with which a plan fits into memory; with `stages` two per stage,
-            or the next number that divides the batch, or 1 if they depend.
+        num_microbatches: parts of the batch, computed one after the other, with gradients and metrics of the whole
+            batch (GPipe, Huang et al., 2019); `MicrobatchError` if examples depend on each other. "auto": 1, or the
+            fewest of 2, 4, 8 and 16 with which a plan fits; with `stages` two per stage or the next divisor, or 1.
         stages: pipeline stages: runs of layers with about equal FLOPs, each on a submesh, which is a range of the
             devices or a slice of `mesh` along its first axis. "search": stages, submeshes, microbatches, schedule and
             recomputation are optimized together (Alpa, Zheng et al., 2022, section 5); the result may be one stage.
@@ -95,8 +93,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         A `ParallelFunction`, which is called like `fn`.
 
     Raises:
-        ArgumentError, ScheduleError: `fn` is no function of whole arrays, or an option is unknown or its value
-            invalid.
+        ArgumentError, ScheduleError: `fn` is no function of whole arrays, or an option is unknown or invalid.
         PinError: `pins` is no mapping from text; at the first call, a pin names nothing or does not fit.
         PlanMismatchError: the file named by `plan` contains no valid plan.
     """
