@@ -48,7 +48,7 @@ class SolverOptions:
     """Options of the solver; see `autopar.passes.solver.optimize.optimize`.
 
     `time_limit` (s) applies to one problem, `deadline` (`time.monotonic()`) to all problems of one call. While no plan
-    that fits is known, `first_deadline` takes its place if that is later.
+    that fits is known, `first_deadline` takes its place if that is later; None gives each problem `FITTING` (s).
     """
 
     solver: str = "auto"
@@ -57,12 +57,12 @@ class SolverOptions:
     presolve: bool = True
     gap: float = GAP
     deadline: float = math.inf
-    first_deadline: float = -math.inf
+    first_deadline: float | None = None
 
     @property
     def patience(self) -> float:
         """Seconds that a search may take while no plan that fits is known."""
-        return max(self.first_deadline - time.monotonic(), 0.0)
+        return FITTING if self.first_deadline is None else max(self.first_deadline - time.monotonic(), 0.0)
 
     @property
     def seconds(self) -> float:
@@ -156,7 +156,7 @@ def solve(
     if budget is None:
         return _within_device(problem, source, usable_bytes(mesh), options, unconstrained, cutoff)
     try:
-        return optimize_within(problem, source, budget, free=unconstrained, cutoff=cutoff, **options.keywords())
+        return _within(problem, source, budget, options, unconstrained, cutoff)
     except Infeasible as infeasible:
         memory = report(source, infeasible.least.assignment)
         least_bytes, bound_bytes = math.ceil(infeasible.least.peak_bytes), math.ceil(infeasible.least.lower_bytes)
@@ -182,12 +182,7 @@ def _within_device(
     lower_bound = smallest_bytes(row)
     if lower_bound <= usable:
         try:
-            keywords = options.keywords()
-            # with a cutoff a plan that fits is known
-            patience = 0.0 if math.isfinite(cutoff) else options.patience
-            return optimize_within(
-                problem, source, usable, free=unconstrained, cutoff=cutoff, patience=patience, **keywords
-            )
+            return _within(problem, source, usable, options, unconstrained, cutoff)
         except Infeasible as infeasible:
             lower_bound = infeasible.least.lower_bytes
     warning = (
@@ -195,6 +190,15 @@ def _within_device(
         f"need less than {size(lower_bound)}; memory_budget='min' gives the smallest"
     )
     return replace(unconstrained, warnings=(*unconstrained.warnings, warning))
+
+
+def _within(
+    problem: Problem, source: Liveness, budget: float, options: SolverOptions, unconstrained: Solution, cutoff: float
+) -> Solution:
+    """The fastest plan within the budget (bytes). With a cutoff a plan that fits is known, and no time is added."""
+    patience = 0.0 if math.isfinite(cutoff) else options.patience
+    keywords = options.keywords()
+    return optimize_within(problem, source, budget, free=unconstrained, cutoff=cutoff, patience=patience, **keywords)
 
 
 def smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
