@@ -43,6 +43,7 @@ from autopar.ir.op_sets import MEGABLOX_PRODUCTS
 from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
 from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
+from autopar.passes.remat.choose import Unfit
 from autopar.plans.plan import Plan
 from autopar.progress import reporting
 from autopar.runtime.load import load
@@ -112,17 +113,25 @@ def _loaded(call: Call, s: Settings, plan: Plan) -> PlannedStep:
 
 def _chosen(call: Call, s: Settings) -> PlannedStep:
     """The step as the planners choose it."""
-    name, traced = name_of(call.fn), call.traced
     with jax_compat.automatic_axes():
-        if s.pipelined:
-            return GivenStages(call, s).plan()
-        excluded = excludes_search(s, traced)
-        if excluded is None and searches_stages(s, traced.graph):
-            return search_stages(call, s)
-        check_one_stage(s)
-        if s.stages == "search":
-            warn(f"{name}: stages are not searched with {excluded}; the step is planned on one mesh")
-        return plan_one_mesh(call, s)
+        try:
+            return _searched(call, s)
+        except Unfit as unfit:
+            raise unfit.prove() from None
+
+
+def _searched(call: Call, s: Settings) -> PlannedStep:
+    """The step as the planner of given stages, of searched ones, or of one mesh chooses it. Raises Unfit."""
+    name, traced = name_of(call.fn), call.traced
+    if s.pipelined:
+        return GivenStages(call, s).plan()
+    excluded = excludes_search(s, traced)
+    if excluded is None and searches_stages(s, traced.graph):
+        return search_stages(call, s)
+    check_one_stage(s)
+    if s.stages == "search":
+        warn(f"{name}: stages are not searched with {excluded}; the step is planned on one mesh")
+    return plan_one_mesh(call, s)
 
 
 def _with_origin(call: Call, s: Settings) -> PlannedStep:

@@ -15,7 +15,7 @@ from functools import cache, cached_property, lru_cache
 from autopar import argnums
 from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
 from autopar.compile.call import Call, absolute_budget, default_time_limit, offload_option, wanted_mesh, warn_of
-from autopar.errors import AutoparError, MemoryBudgetError
+from autopar.errors import AutoparError
 from autopar.explain.surroundings import described
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
@@ -24,6 +24,7 @@ from autopar.options import Settings, name_of
 from autopar.passes.mesh_search.planner import Parts
 from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import memory_policy
+from autopar.passes.remat.choose import Unfit
 from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans.builders import one_mesh
@@ -54,7 +55,7 @@ def plan_one_mesh(call: Call, s: Settings) -> PlannedStep:
     """The plan with the shortest step among the candidate meshes; prints its warnings."""
     try:
         best = few_microbatches(s, try_one_mesh(call, s), {1}, planners(call, s))
-    except MemoryBudgetError:
+    except Unfit:
         best = few_microbatches(s, None, {1}, planners(call, s))
         if best is None:
             raise

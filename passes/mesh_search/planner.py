@@ -38,7 +38,7 @@ from autopar.passes.op_groups.constraints import Pinned, resolve
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.remat import rewrite as remat
-from autopar.passes.remat.choose import Effort, RematResult
+from autopar.passes.remat.choose import Effort, RematResult, Unfit
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
@@ -219,7 +219,7 @@ class Planner:
 
         Raises:
             Pruned: no plan is below `cutoff` by more than the gap.
-            MemoryBudgetError: no plan fits into the budget of the user.
+            Unfit: no plan fits into the budget of the user.
         """
         begin, counted = time.perf_counter(), sum(self.laps.values())
         if math.isfinite(cutoff):
@@ -227,8 +227,8 @@ class Planner:
         choice = self.choose(cutoff)
         if math.isfinite(cutoff) and not (choice.fits and choice.seconds < cutoff):
             raise Pruned(self.fastest[self.as_written].lower_bound, self.laps)
-        if choice.error is not None:
-            raise choice.error
+        if choice.prove is not None:
+            raise Unfit(partial(self._proof, choice.prove))
         assert choice.plan is not None
         draft, solution = choice.plan
         notes = (
@@ -240,6 +240,11 @@ class Planner:
         phases = {**self.laps, "inter_op": 0.0}
         written = self.traced.graph
         return MeshSolution(written, draft, solution, self.mesh, cluster_name, self.donated, notes, phases)
+
+    def _proof(self, prove: Callable[[], MemoryBudgetError]) -> MemoryBudgetError:
+        """The error that no plan fits; the search for the smallest plan has the time of a new call."""
+        self.options = replace(self.options, first_deadline=memory_policy.first_deadline())
+        return prove()
 
     def bound(self, cutoff: float = math.inf) -> Solution:
         """A solution of the program as written without a memory budget and without an ILP, with a bound on all plans.

@@ -33,6 +33,7 @@ from autopar.ir import text
 from autopar.ir.trace import Traced
 from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
 from autopar.passes.remat import memory_policy
+from autopar.passes.remat.choose import Unfit
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Pruned, Solution
 from autopar.passes.solver.reduced_problem import CLOSED
@@ -143,7 +144,7 @@ class MeshSearch:
 
         Raises:
             PinError: a pin names axes that none of the meshes has.
-            MemoryBudgetError: no mesh has a plan that fits; the error is that of the mesh with the smallest plan.
+            Unfit: no mesh has a plan that fits; the error for the user is that of the mesh with the smallest plan.
         """
         best = _Best(self._options, cutoff)
         if len(self._candidates) > 1 and not isinstance(self._options.memory_budget, str):
@@ -164,7 +165,7 @@ class MeshSearch:
                 mesh_solution = self._planned(candidate, best)
             except PinError as error:
                 best.errors.append(error)
-            except MemoryBudgetError as error:
+            except Unfit as error:
                 best.errors.append(error)
                 waiting = self._that_may_fit(candidate, waiting)
             except Pruned as pruned:
@@ -229,6 +230,11 @@ def _cannot_fit(planner: Planner) -> bool:
     return False
 
 
+def _smallest(unfit: Sequence[Unfit]) -> MemoryBudgetError:
+    """The error of the mesh with the smallest plan."""
+    return min((error.prove() for error in unfit), key=lambda error: error.least_bytes)
+
+
 def _described(solution: MeshSolution) -> str:
     """A solution in one line of text."""
     laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in solution.phases.items() if lap >= SHOWN)
@@ -255,7 +261,7 @@ class _Best:
     fits: bool = False
     lower: float = math.inf
     phases: dict[str, float] = field(default_factory=dict[str, float])
-    errors: list[PinError | MemoryBudgetError] = field(default_factory=list[PinError | MemoryBudgetError])
+    errors: list[PinError | Unfit] = field(default_factory=list[PinError | Unfit])
 
     @property
     def step_to_beat(self) -> float:
@@ -287,8 +293,8 @@ class _Best:
         if self.planned is None and math.isfinite(self.lower):
             return None
         if self.planned is None:
-            tight = [error for error in self.errors if isinstance(error, MemoryBudgetError)]
-            raise min(tight, key=lambda error: error.least_bytes) if tight else self.errors[0]
+            unfit = [error for error in self.errors if isinstance(error, Unfit)]
+            raise Unfit(partial(_smallest, unfit)) if unfit else self.errors[0]
         best = self.planned.solution
         if not isinstance(self.options.memory_budget, str) and self.lower < best.lower_bound * (1 - CLOSED):
             gap = 1 - self.lower / best.objective

@@ -26,7 +26,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Generic, Literal, Protocol, TypeVar
 
-from autopar.errors import MemoryBudgetError
+from autopar.errors import AutoparError, MemoryBudgetError
 from autopar.passes.remat.estimates import Estimate, Forecast
 from autopar.passes.remat.rewrite import DOTS, FULL, NONE, POLICIES
 
@@ -78,6 +78,7 @@ class RematResult(Generic[T]):
         constrained: whether a plan without the budget would be faster.
         error: the proof that no plan fits.
         offloaded: positions of the arguments in host memory between steps (`autopar.passes.remat.choose_offload`).
+        prove: gives the proof, which takes a search, if no plan of any policies fits; None of a single attempt.
     """
 
     policies: tuple[str, ...]
@@ -88,6 +89,19 @@ class RematResult(Generic[T]):
     constrained: bool
     error: MemoryBudgetError | None = None
     offloaded: tuple[int, ...] = ()
+    prove: Callable[[], MemoryBudgetError] | None = None
+
+
+class Unfit(AutoparError):
+    """No plan fits into the budget of the user.
+
+    Attributes:
+        prove: gives the error for the user, with the smallest plan and a bound on all plans, which takes a search.
+    """
+
+    def __init__(self, prove: Callable[[], MemoryBudgetError]) -> None:
+        super().__init__("no plan fits into the memory budget")
+        self.prove = prove
 
 
 class Attempt(Protocol[T]):
@@ -123,8 +137,8 @@ def notes(policies: Sequence[str]) -> tuple[str, ...]:
 def choose(attempt: Attempt[T], recomputable: Callable[[], Sequence[bool]], budget: float | str) -> RematResult[T]:
     """The best result within a budget (bytes per device, or "min").
 
-    `recomputable` returns for each layer whether rematerialising it frees memory. If no plan fits, the result has an
-    error; if the program as written has a plan anyway, it is the one with the smallest peak.
+    `recomputable` returns for each layer whether rematerialising it frees memory. If no plan fits, the result can
+    prove it; if the program as written has a plan anyway, it is the one with the smallest peak.
     """
     results = search(attempt, recomputable, budget)
     return best_result(lambda o: attempt(o.policies, "proven"), results, budget)
@@ -257,7 +271,7 @@ def best_result(
     if fitting:
         return min(fitting, key=lambda result: result.seconds)
     if results[0].plan is None:
-        return _infeasible(prove, results)
+        return replace(results[0], prove=lambda: _infeasible(prove, results))
     equal_offload = [result for result in results if result.offloaded == results[0].offloaded]
     closest = min(equal_offload, key=lambda result: result.peak_bytes)
     return closest if closest is results[0] else prove(closest)
@@ -412,11 +426,12 @@ class LayerSearch(Generic[T]):
         return self._results[a].seconds + scale * (self._seconds[count] - self._seconds[a])
 
 
-def _infeasible(prove: Callable[[RematResult[T]], RematResult[T]], results: Sequence[RematResult[T]]) -> RematResult[T]:
-    """The result with the smallest plan of all; its error has a lower bound on the peak of all plans."""
+def _infeasible(
+    prove: Callable[[RematResult[T]], RematResult[T]], results: Sequence[RematResult[T]]
+) -> MemoryBudgetError:
+    """The error with the smallest plan of all, and a lower bound on the peak of all plans."""
     closest: MemoryBudgetError | None = None
     bounds: list[int] = []
-    best = results[0]
     for result in sorted(results, key=lambda o: o.peak_bytes):
         if closest is not None and result.peak_bytes >= closest.least_bytes:
             bounds.append(math.floor(result.peak_bytes))
@@ -425,7 +440,6 @@ def _infeasible(prove: Callable[[RematResult[T]], RematResult[T]], results: Sequ
         assert proven.error is not None
         bounds.append(proven.error.bound_bytes)
         if closest is None or proven.error.least_bytes < closest.least_bytes:
-            best, closest = proven, proven.error
+            closest = proven.error
     assert closest is not None
-    error = MemoryBudgetError(str(closest), closest.budget, closest.least_bytes, min(bounds))
-    return replace(best, error=error)
+    return MemoryBudgetError(str(closest), closest.budget, closest.least_bytes, min(bounds))

@@ -14,6 +14,7 @@ from autopar import zoo
 from autopar.ir.graph import Graph
 from autopar.ir.on_graph import MOST_KEPT, cached_on_graph
 from autopar.ir.trace import trace
+from tests.support.collecting import new_objects_only
 
 
 def test_a_function_is_computed_once_per_graph_and_arguments() -> None:
@@ -49,9 +50,10 @@ def test_no_graph_outlives_its_plan(options: dict[str, Any], monkeypatch: pytest
         return kept(graph)
 
     monkeypatch.setattr(Graph.__dict__["kept"], "func", seen)
-    model = zoo.build("mlp-toy")
-    plan = autopar.plan(model.step, *model.abstract_args(), cluster="dgx-h100", **options)
-    assert any(graph() is not None for graph in graphs)
-    del plan, model
-    gc.collect()
+    with new_objects_only():
+        model = zoo.build("mlp-toy")
+        plan = autopar.plan(model.step, *model.abstract_args(), cluster="dgx-h100", **options)
+        assert any(graph() is not None for graph in graphs)
+        del plan, model
+        gc.collect()
     assert not [graph for graph in graphs if graph() is not None]

@@ -25,6 +25,7 @@ from autopar.schedules import Size, bounds, check, make
 from autopar.zoo import build as zoo
 from tests.passes.microbatch import batch_programs as programs
 from tests.programs.steps import array, loss, sgd, two_layers
+from tests.support.collecting import new_objects_only
 from tests.support.effort import sample
 
 QUICK = dict(jax_compat.quick_compilation())
@@ -208,11 +209,12 @@ def test_nothing_is_left_behind(small: tuple[PipelineStep, Any, Any]) -> None:
     step, state, batch = small
     state, _ = step(state, batch)
     alive: list[int] = []
-    for _ in range(4):
-        state, _ = step(state, batch)
-        jax.block_until_ready(state)
-        gc.collect()
-        alive.append(len(jax.live_arrays()))
+    with new_objects_only():
+        for _ in range(4):
+            state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            gc.collect()
+            alive.append(len(jax.live_arrays()))
     assert len(set(alive)) == 1
 
 

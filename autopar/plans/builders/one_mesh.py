@@ -29,6 +29,7 @@ from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.time_spent import time_spent
 from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
 from autopar.passes.op_groups.constraints import Pinned
+from autopar.passes.remat.choose import Unfit
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
@@ -85,7 +86,10 @@ def make_plan(
         parts: the step, if the program runs it in microbatches.
         cutoff: s; see `autopar.passes.mesh_search.planner.Planner.plan`, also for errors.
     """
-    mesh_solution = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
+    try:
+        mesh_solution = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
+    except Unfit as unfit:
+        raise unfit.prove() from None
     draft = mesh_solution.draft
     return Planned(export(mesh_solution), draft.graph, draft.rules, draft.model, mesh_solution.solution)
 

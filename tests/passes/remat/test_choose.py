@@ -102,16 +102,17 @@ def test_for_the_least_memory_everything_is_recomputed() -> None:
 
 
 def test_if_no_plan_fits_the_error_has_the_smallest_plan() -> None:
-    error = recomputation.choose(Planner(5.0), lambda: LAYERS, 5.0).error
-    assert error is not None
+    prove = recomputation.choose(Planner(5.0), lambda: LAYERS, 5.0).prove
+    assert prove is not None
+    error = prove()
     assert (error.least_bytes, error.bound_bytes) == (17, 16)
 
 
 def test_a_program_without_layers_is_planned_as_written() -> None:
     planner = Planner(5.0)
-    error = recomputation.choose(planner, lambda: (False,), 5.0).error
-    assert error is not None
-    assert error.least_bytes == 80
+    prove = recomputation.choose(planner, lambda: (False,), 5.0).prove
+    assert prove is not None
+    assert prove().least_bytes == 80
 
 
 # The same where it is forecast what layers cost and free

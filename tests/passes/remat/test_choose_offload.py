@@ -127,8 +127,9 @@ def test_the_least_memory_is_that_of_both() -> None:
 
 
 def test_if_no_plan_fits_the_error_has_the_smallest_plan() -> None:
-    error = Planner(3.0, CHEAP).choose().error
-    assert error is not None
+    prove = Planner(3.0, CHEAP).choose().prove
+    assert prove is not None
+    error = prove()
     assert (error.least_bytes, error.bound_bytes) == (4, 4)
 
 
