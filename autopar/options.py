@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import ArgumentError, PinError, ScheduleError
@@ -179,6 +180,7 @@ def settings(options: Mapping[str, Any]) -> Settings:
     for name in options:
         if name not in fields:
             raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(fields))}")
+    options = {name: _plain(value) for name, value in options.items()}
     if isinstance(named := options.get("cluster"), str):
         options = {**options, "cluster": Cluster.named(named, devices=meshes.num_devices(options.get("mesh")))}
     checked = Settings(**{name: _checked(name, value) for name, value in options.items()})
@@ -351,6 +353,15 @@ def _names(value: Any) -> tuple[str, ...]:
     if any(not isinstance(name, str) or not name for name in names):
         raise ArgumentError(f"static_argnames={value!r:.60} must be names of parameters")
     return tuple(dict.fromkeys(names))
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars as Python's, which plans and keys are written with; those of a tuple, list or dict as well."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return {key: _plain(x) for key, x in value.items()} if type(value) is dict else value
 
 
 def _is_sequence(value: Any) -> bool:

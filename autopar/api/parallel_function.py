@@ -108,6 +108,8 @@ class ParallelFunction:
     def _warn_of_another_shape(self, array_args: ArrayArguments) -> None:
         """Warn if a step that has run is planned again for other shapes or dtypes, which takes as long as before."""
         plan = next(reversed(self._planned_steps.values())).plan
+        if any(isinstance(_leaf_key(leaf), type) for leaf in array_args.leaves):
+            return  # no array: tracing says so
         types = [type_text(jax.typeof(leaf)) for leaf in array_args.leaves]
         if len(types) != len(plan.input_types):
             return
@@ -340,7 +342,7 @@ def _leaf_key(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False))
     try:
         aval = jax.typeof(leaf)
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError, ValueError):
         return type(leaf)  # no array: tracing says so, with its path
     return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
 

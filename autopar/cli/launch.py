@@ -89,6 +89,8 @@ def run(launch: Launch) -> int:
 
 
 def _check(launch: Launch) -> None:
+    if launch.script.startswith("-"):
+        raise ArgumentError(f"autopar launch: {launch.script} is no option; autopar launch --help lists them")
     if not Path(launch.script).is_file():
         raise ArgumentError(f"autopar launch: {launch.script} is no file; give a Python script, then its arguments")
     if launch.platform not in PLATFORMS:

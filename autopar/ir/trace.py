@@ -422,6 +422,8 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         return _typed(leaf, None)
     try:
         aval = jax.typeof(leaf)
+    except ValueError as error:  # a masked array of NumPy
+        raise ArgumentError(f"argument '{path}' is {type(leaf).__name__}: {error}") from error
     except (TypeError, OverflowError) as error:
         raise ArgumentError(
             f"argument '{path}' is {type(leaf).__name__} {leaf!r:.60}, which is no array; "

@@ -106,6 +106,14 @@ class Plan(PlanRecord, ShownAsText):
 
     origin: Origin | None = field(default=None, repr=False, compare=False, metadata={"saved": False})
 
+    def __deepcopy__(self, memo: Any) -> Plan:
+        """The plan itself: it does not change, and its step cannot be copied."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: as from a file, without the step."""
+        return {**self.__dict__, "origin": None}
+
     def explain(self, name: str, *, exact: bool = False) -> Explanation:
         """Why values have their layouts, the collectives that they cause, and what other layouts would cost.
 

@@ -89,6 +89,14 @@ def test_a_call_with_another_shape_says_that_it_plans_again(counted: Any) -> Non
     step(params, array(48, 8))  # compiled ahead
 
 
+@pytest.mark.parametrize("value", [object(), np.array(["text"]), np.ma.array([1.0])])
+def test_a_later_call_names_what_is_no_array(value: Any, counted: Any) -> None:
+    _, step = counted
+    params, _ = step(two_layers(), array(16, 8))
+    with pytest.raises(ArgumentError, match=rf"argument 'x' is {type(value).__name__}"):
+        step(params, value)
+
+
 def test_devices_that_are_left_idle_are_named() -> None:
     step = parallelize(plain, mesh=(3,))
     with pytest.warns(AutoparWarning, match=r"plain: the mesh \(x=3\) leaves 5 of the 8 devices here idle"):

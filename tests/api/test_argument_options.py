@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -103,3 +104,11 @@ def test_the_batch_may_be_given_by_keyword() -> None:
     by_keyword, by_position = run.plan(W, y=X, x=X), run.plan(W, X, X)
     names = [{plan.input_paths[i] for i in plan.batch} for plan in (by_keyword, by_position)]
     assert names == [{"x", "y"}, {"x", "y"}]
+
+
+def test_scalars_of_numpy_are_numbers() -> None:
+    two = np.int64(2)
+    run = autopar.parallelize(step, mesh=(two, 4 * two // 2), num_microbatches=two, batch_argnums=[two - 1, two])
+    plan = run.plan(W, X, X)
+    assert (plan.mesh_sizes, plan.num_microbatches) == ((2, 4), 2)
+    assert autopar.plan(step, W, X, X, mesh={"x": 4 * two}, gap=np.float32(0.01)).mesh_sizes == (8,)

@@ -135,6 +135,7 @@ def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
         (("plan", "mlp-toy", "--mesh", "0"), "sizes must be at least 1"),
         (("plan", "mlp-toy", "--mesh", "3,3", "--cluster", "dgx-h100"), "8 devices (1 x 8). Sizes that fit: 8 or 2,4"),
         (("launch", "nowhere.py"), "autopar launch: nowhere.py is no file; give a Python script"),
+        (("launch", "-n", "2", __file__), "autopar launch: -n is no option; autopar launch --help lists them"),
         (("launch", "--platform", "abacus", __file__), "platform='abacus' must be 'cpu' or 'gpu'"),
         (("plan", "mlp-toy", "--mesh", "2", "--hosts", "3"), "--hosts 3 needs --cluster"),
         (("plan", "mlp-toy", "--mesh", "2", "--cluster", "abacus"), "'abacus' not found. Known presets: cpu-host, "),

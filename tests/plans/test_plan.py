@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +44,13 @@ def test_text_and_back(plan: Plan) -> None:
     assert from_json(json.loads(text)) == plan
     assert from_json(json.loads(text)).to_json() == text
     assert {*json.loads(text), "origin"} == Plan.__dataclass_fields__.keys()
+
+
+def test_a_plan_is_pickled_without_its_step_and_copied_with_it(plan: Plan) -> None:
+    sent = pickle.loads(pickle.dumps(plan))
+    assert sent == plan
+    assert sent.origin is None
+    assert copy.deepcopy({"plan": plan})["plan"].origin is plan.origin is not None
 
 
 def test_planning_twice_gives_the_same_text(plan: Plan) -> None:

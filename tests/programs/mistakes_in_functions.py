@@ -190,6 +190,12 @@ FUNCTIONS: Mistakes = (
         r"argument 'state/extra' is ndarray array\(\[None\], dtype=object\), which is no array; .*",
     ),
     (
+        "masked array",
+        in_state(np.ma.array([1.0], mask=[True])),
+        ArgumentError,
+        r"argument 'state/extra' is MaskedArray: numpy masked arrays are not supported .*filled.*",
+    ),
+    (
         "dict with keys of two kinds",
         lambda: planned(lambda state: state["w"], ({"w": W, 1: W},)),
         ArgumentError,
