@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 
 from autopar import argnums
 from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
@@ -169,6 +169,17 @@ def fits(step: PlannedStep, s: Settings) -> bool:
     return memory_policy.fits(step.plan.peak_memory_bytes, step.target.logical, s.memory_budget)
 
 
+def _divides(call: Call, s: Settings, count: int) -> bool:
+    """Whether a step falls into so many microbatches, with which it is not planned where the number is left open."""
+    if s.num_microbatches == "auto" and count <= ONE_MESH.most:
+        return False
+    try:
+        OneMeshPlanner(call, replace(s, num_microbatches=count))
+    except AutoparError:
+        return False
+    return True
+
+
 class OneMeshPlanner:
     """Plans a step on the candidate meshes, with the number of microbatches that the settings give.
 
@@ -188,7 +199,7 @@ class OneMeshPlanner:
                 replace(call.traced, graph=graph), count, batch, devices, s.per_microbatch
             ).graph
 
-        self._parts = Parts(call.traced, split, count)
+        self._parts = Parts(call.traced, split, count, partial(_divides, call, s))
         self._traced, self._rules = replace(call.traced, graph=split(call.traced.graph)), registered_rules()
         self._options = Options(
             solver=s.solver,

@@ -85,11 +85,13 @@ class Parts:
         step: the step.
         split: step -> the program that runs it in microbatches; the step itself for one microbatch.
         count: number of microbatches.
+        divides: whether the step falls into so many microbatches, with which it has not been planned.
     """
 
     step: Traced
     split: Callable[[Graph], Graph] = lambda graph: graph
     count: int = 1
+    divides: Callable[[int], bool] = lambda count: True
 
 
 @dataclass(frozen=True, eq=False)
@@ -456,7 +458,7 @@ class Planner:
                 self.mesh,
                 self.options.memory_budget,
                 self.options,
-                self.parts.count,
+                memory_policy.Remedies(self.options.remat != remat.NONE, self.parts.count, self.parts.divides),
                 lambda: self._start(draft),
                 cutoff,
             )

@@ -86,6 +86,21 @@ def first_deadline() -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Remedies:
+    """What an error may advise where no plan fits.
+
+    Attributes:
+        recomputes: layers are recomputed already, or where that saves memory.
+        microbatches: of the program already.
+        divides: whether the step falls into so many microbatches, with which it has not been planned.
+    """
+
+    recomputes: bool = False
+    microbatches: int = 1
+    divides: Callable[[int], bool] = lambda count: True
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryShare:
     """A memory budget as a share of a device's memory, such as 0.8."""
 
@@ -135,13 +150,13 @@ def solve(
     mesh: LogicalMesh,
     budget: float | str | None,
     options: SolverOptions,
-    microbatches: int = 1,
+    remedies: Remedies = Remedies(),
     fastest: Callable[[], Solution] | None = None,
     cutoff: float = math.inf,
 ) -> Solution:
     """The fastest plan within the budget (bytes per device, None: the device's memory), or for "min" the smallest plan.
 
-    `microbatches`: of the program already; `fastest`: returns the fastest plan without a budget; `cutoff`: if that plan
+    `remedies`: for the error; `fastest`: returns the fastest plan without a budget; `cutoff`: if that plan
     does not fit, slower ones of this many seconds or more may be missed.
 
     Raises:
@@ -160,7 +175,7 @@ def solve(
     except Infeasible as infeasible:
         memory = report(source, infeasible.least.assignment)
         least_bytes, bound_bytes = math.ceil(infeasible.least.peak_bytes), math.ceil(infeasible.least.lower_bytes)
-        message = _infeasible_message(memory, budget, bound_bytes, microbatches)
+        message = _infeasible_message(memory, budget, bound_bytes, remedies)
         raise MemoryBudgetError(message, budget, least_bytes, bound_bytes) from None
 
 
@@ -219,7 +234,7 @@ def smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
     )
 
 
-def _infeasible_message(memory: Memory, budget: float, bound: int, microbatches: int) -> str:
+def _infeasible_message(memory: Memory, budget: float, bound: int, remedies: Remedies) -> str:
     place = f"{memory.at} at {memory.source}" if memory.source else memory.at
     tensors = [
         f"  {size(t.nbytes):>9}  {t.kind}: {t.name} {t.type}" + (f" at {t.source}" if t.source else "")
@@ -231,21 +246,24 @@ def _infeasible_message(memory: Memory, budget: float, bound: int, microbatches:
             f"{size(memory.peak_bytes - budget)} more, at {place} (no plan needs less than {size(bound)}).",
             "Largest there:",
             *tensors,
-            "What would fit: " + "; ".join(_suggestions(memory, budget, microbatches)) + ".",
+            "What would fit: " + "; ".join(_suggestions(memory, budget, remedies)) + ".",
         ]
     )
 
 
-def _suggestions(memory: Memory, budget: float, microbatches: int) -> Iterator[str]:
+def _suggestions(memory: Memory, budget: float, remedies: Remedies) -> Iterator[str]:
     """Changes that would make the smallest plan fit, the cheapest first."""
     batch_bytes = sum(memory.kinds.get(kind, 0) for kind in BATCH_KINDS)
     other_bytes = memory.peak_bytes - batch_bytes
     yield from missing_unit(budget)
     if memory.peak_bytes - memory.kinds.get("residuals", 0) <= budget:
-        yield "recompute what the backward pass keeps (remat='auto', or jax.checkpoint around a layer)"
+        auto = "" if remedies.recomputes else "remat='auto', or "
+        yield f"recompute what the backward pass keeps ({auto}jax.checkpoint around a layer)"
     times = 2 ** math.ceil(math.log2(batch_bytes / (budget - other_bytes))) if other_bytes < budget else math.inf
+    while times <= MAX_MICROBATCHES and not remedies.divides(int(times) * remedies.microbatches):
+        times *= 2
     if times <= MAX_MICROBATCHES:
-        count = int(times) * microbatches
+        count = int(times) * remedies.microbatches
         yield f"num_microbatches={count}, which takes 1/{count} of the batch at a time"
     yield f"about {math.ceil(memory.peak_bytes / budget)} times the devices"
     yield f"memory_budget={memory.peak_bytes} on devices that have it"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +76,40 @@ def test_if_no_plan_fits_the_error_has_suggestions(least: Plan) -> None:
     assert peak(planned(error.least_bytes)) <= error.least_bytes
     with pytest.raises(MemoryBudgetError):
         planned(error.bound_bytes - 1, num_microbatches=1)
+
+
+def six_products(w: jax.Array, x: jax.Array) -> Any:
+    return jax.value_and_grad(lambda w: ((reduce(lambda h, _: jnp.tanh(h @ w), range(6), x) - 1) ** 3).sum())(w)
+
+
+def normalized(w: jax.Array, x: jax.Array) -> Any:
+    """The same with a norm over the batch, which does not fall into microbatches."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        return ((reduce(lambda h, _: jnp.tanh(h @ w) / jnp.sqrt((h**2).mean(0)), range(6), x) - 1) ** 3).sum()
+
+    return jax.value_and_grad(loss)(w)
+
+
+@pytest.mark.parametrize(
+    ("step", "budget", "options", "advised", "silent"),
+    [
+        (six_products, 60_000, {"num_microbatches": 1, "remat": "none"}, ("num_microbatches=4,", "remat='auto'"), ()),
+        (six_products, 20_000, {"num_microbatches": 2}, ("num_microbatches=16,",), ("remat='auto'",)),
+        (six_products, 8_000, {}, ("times the devices",), ("num_microbatches", "remat='auto'")),
+        (normalized, 50_000, {"remat": "full"}, ("jax.checkpoint",), ("num_microbatches", "remat='auto'")),
+    ],
+    ids=["one microbatch", "two", "tried", "batch norm"],
+)
+def test_an_error_advises_what_is_not_tried_and_can_be(
+    step: Any, budget: int, options: dict[str, Any], advised: tuple[str, ...], silent: tuple[str, ...]
+) -> None:
+    args = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((4096, 8), jnp.float32)
+    with pytest.raises(MemoryBudgetError) as caught:
+        autopar.plan(step, *args, mesh=(8,), cluster="dgx-h100", memory_budget=budget, **options)
+    advice = str(caught.value).splitlines()[-1]
+    assert all(text in advice for text in advised), advice
+    assert not any(text in advice for text in silent), advice
 
 
 def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
