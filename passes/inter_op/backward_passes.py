@@ -50,7 +50,11 @@ def _lacks_backward(stages: Stages) -> str:
 def _why_no_backward(parts: Microbatches) -> str:
     """Why no operation of the backward pass is in the loop over microbatches."""
     if not has_backward(parts.graph):
-        return "it has no gradient"
+        inside = next((op for op in parts.graph.ops if any(inner.phase == "backward" for inner in op.walk())), None)
+        if inside is None:
+            return "it has no gradient"
+        at = f" at {inside.source}" if inside.source else ""
+        return f"its gradients are made inside of the {inside.name}{at}, forward and backward pass in each iteration"
     if parts.reasons:
         return f"its gradient needs the whole batch at once, as {parts.reasons[0]}"
     return (

@@ -260,6 +260,19 @@ def test_a_loss_that_compares_all_rows_is_planned_on_one_mesh() -> None:
         autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=(2, 8), stages=2, schedule="1f1b")
 
 
+def test_gradients_that_a_scan_accumulates_are_no_backward_pass_of_a_stage() -> None:
+    def step(w: Any, batches: Any) -> Any:
+        def add(total: Any, x: Any) -> Any:
+            return total + jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2))(w), None
+
+        return w - jax.lax.scan(add, jnp.zeros_like(w), batches)[0]
+
+    with pytest.raises(
+        ScheduleError, match=r"gradients are made inside of the scan at test_search\.py:\d+, .*'inference'"
+    ):
+        autopar.plan(step, jnp.ones((16, 16)), jnp.ones((4, 24, 16)), mesh=(8,), stages=2, schedule="1f1b")
+
+
 def test_what_one_mesh_refuses_leaves_the_stages() -> None:
     """A batch of five divides by no mesh axis, and falls into five microbatches."""
     built = zoo.build("gpt-toy", batch=5)
