@@ -248,6 +248,11 @@ def _make_jaxpr(
             "with jax.sharding.reshard or out_sharding, or pass arrays on a mesh with Auto axes."
         ) from error
     except Exception as error:
+        if str(error).startswith("Non-hashable static arguments"):
+            raise TraceError(
+                f"{name} passes a traced value to a static argument of jax.jit{_user_line(error)}. Name the argument "
+                "in static_argnums or static_argnames of autopar as well."
+            ) from error
         wrong = _wrong_constraint(error)
         if wrong is None:
             raise

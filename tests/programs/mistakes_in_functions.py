@@ -265,6 +265,12 @@ FUNCTIONS: Mistakes = (
         rf"counts needs the value of a traced array at {LINE}: .*int32\[\]\. Use jax\.lax .*",
     ),
     (
+        "static argument of a jitted function",
+        lambda: planned(jax.jit(lambda x, n: x * n, static_argnums=1), (X, 3)),
+        TraceError,
+        r"<lambda> passes a traced value to a static argument of jax\.jit.*\. Name the argument in static_argnums .*",
+    ),
+    (
         "boolean mask of unknown length",
         lambda: planned(masks, (X,)),
         TraceError,
