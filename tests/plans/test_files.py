@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import zoo
+from autopar.bench.equal.case import dear
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan, from_json
@@ -420,6 +422,22 @@ def test_sums_over_a_loop_are_partial_in_all_of_it(field: str) -> None:
         changed = replace(stage, **{field: {**layouts, key: (-1,)}})
         with pytest.raises(PlanMismatchError, match=r"field 'stages\[0\]\.(values|uses)\[.*sums"):
             autopar.parallelize(products_in_a_loop, plan=replace(planned_in_a_loop(), stages=(changed,))).plan(*args)
+
+
+def repeated_total(x: jax.Array) -> jax.Array:
+    """A sum over a loop, repeated: its parts are added up where the broadcast reads them."""
+    total, _ = lax.scan(lambda total, _: (total + x.mean((0, 1)), None), jnp.zeros(x.shape[2]), length=2)
+    return jnp.repeat(total, 2)
+
+
+def test_sums_may_be_broadcast() -> None:
+    x = jax.random.normal(jax.random.key(0), (16, 6, 3))
+    cluster, pins = dear((8,)), {"x": P("x")}
+    plan = autopar.plan(repeated_total, x, mesh={"x": 8}, cluster=cluster, pins=pins, num_microbatches=2)
+    assert (-2,) in plan.stages[0].values.values()
+    read = from_json(json.loads(plan.to_json()))
+    np.testing.assert_allclose(autopar.parallelize(repeated_total, plan=read)(x), repeated_total(x), 1e-5, 1e-5)
+    assert autopar.verify(plan, repeated_total, x).ok
 
 
 # Any field
