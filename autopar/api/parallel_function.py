@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.compile import batches, plan_step
-from autopar.compile.call import warn
 from autopar.errors import ArgumentError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays
@@ -33,6 +32,7 @@ from autopar.ir.text.printer import type_text
 from autopar.ir.trace import is_tracing
 from autopar.options import Settings, name_of
 from autopar.plans.plan import Plan
+from autopar.progress import warn
 from autopar.runtime.executables import Executable, Lowered, lower
 from autopar.runtime.planned_step import Pin, PlannedStep
 from autopar.verification.profile.comparison import Profile

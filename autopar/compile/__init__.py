@@ -26,7 +26,6 @@ from autopar.compile.call import (
     Call,
     in_bytes,
     ordinary_pins,
-    warn,
     warn_of_time_limit,
     with_attention_of_cudnn,
     with_batch,
@@ -45,7 +44,7 @@ from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
 from autopar.passes.remat.choose import Unfit
 from autopar.plans.plan import Plan
-from autopar.progress import reporting
+from autopar.progress import reporting, warn
 from autopar.runtime.load import load
 from autopar.runtime.planned_step import PlannedStep
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar import argnums, jax_compat
-from autopar.errors import ArgumentError, AutoparWarning, MeshError, PinError, TraceError
+from autopar.errors import ArgumentError, MeshError, PinError, TraceError
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
 from autopar.ir import arguments
@@ -23,7 +22,7 @@ from autopar.options import Settings, name_of
 from autopar.passes import strategies
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.solver.optimize import TIME_LIMIT_REACHED
-from autopar.progress import Progress
+from autopar.progress import Progress, warn
 from autopar.rules import manual, rules_of
 from autopar.rules.registry import registered_rules
 from autopar.runtime.planned_step import PlannedStep
@@ -231,11 +230,6 @@ def absolute_budget(s: Settings) -> float | str | None:
     return s.memory_budget
 
 
-def warn(message: str) -> None:
-    """An AutoparWarning that points to the user's line."""
-    warnings.warn(message, AutoparWarning, stacklevel=_user_stacklevel())
-
-
 def warn_of(call: Call, step: PlannedStep) -> None:
     """Warn of what the planners remark on a step, but for a time limit that was reached (`warn_of_time_limit`)."""
     for warning in step.warnings:
@@ -263,10 +257,3 @@ def warn_of_time_limit(name: str, step: PlannedStep, s: Settings, seconds: float
     gap = f"{plan.gap:.1%}"
     missed = "no bound on other plans is known" if plan.gap >= 1.0 else f"another plan may {what.format(gap)}"
     warn(f"{name}: {TIME_LIMIT_REACHED}{limit} with a gap of {gap}: {missed}. Raise time_limit= (--time-limit)")
-
-
-def _user_stacklevel() -> int:
-    """The `stacklevel` at which a warning of the caller points to the user's line."""
-    files = [frame.f_code.co_filename for frame in jax_compat.frames()]
-    # `warnings.warn` counts from `warn`, one frame above this one, as 1
-    return next((level for level, file in enumerate(files) if jax_compat.is_own(file)), len(files) - 1)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from autopar import argnums
-from autopar.compile.call import Call, donated_leaves, offload_option, wanted_mesh, warn
+from autopar.compile.call import Call, donated_leaves, offload_option, wanted_mesh
 from autopar.compile.stages import pipeline_options, plan_stages
 from autopar.hardware import meshes
 from autopar.ir.text import size
@@ -22,6 +22,7 @@ from autopar.passes.remat import choose, choose_offload, memory_policy
 from autopar.passes.remat.choose_offload import OffloadCandidates
 from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.plans.stage_budget import budget_error
+from autopar.progress import warn
 from autopar.runtime.planned_step import PlannedStep
 
 

@@ -18,20 +18,19 @@ import contextlib
 import hashlib
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 
 from autopar import jax_compat
-from autopar.errors import AutoparWarning
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.trace import Traced
 from autopar.passes.remat.options import Options
 from autopar.plans.plan import Plan, from_json
 from autopar.plans.validation.schema import parsed
+from autopar.progress import warn
 from autopar.version import VERSION
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
@@ -159,11 +158,9 @@ def write(key: str, plan: Plan, time_limit: float) -> None:
                     other.unlink()
             _prune(path.parent)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"plans cannot be kept in {path.parent} ({error}). Set {VARIABLE} to a folder that can be written, "
-            "or to the empty string to keep none.",
-            AutoparWarning,
-            stacklevel=2,
+            "or to the empty string to keep none."
         )
 
 

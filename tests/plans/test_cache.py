@@ -295,9 +295,10 @@ def test_a_folder_that_is_only_read_serves_its_plans(folder: Path, monkeypatch: 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(plan_cache.VARIABLE, str(tmp_path / "file" / "plans"))
-    with pytest.warns(AutoparWarning, match=f"plans cannot be kept in .*file.*{plan_cache.VARIABLE}"):
+    with pytest.warns(AutoparWarning, match=f"plans cannot be kept in .*file.*{plan_cache.VARIABLE}") as caught:
         plan = planned()
     assert plan.solver_status == "certified"
+    assert caught[0].filename == __file__
 
 
 def test_no_part_of_a_file_is_left_when_writing_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

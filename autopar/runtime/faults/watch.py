@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from autopar.errors import AutoparWarning
+from autopar.errors import ArgumentError, AutoparWarning
 
 #: Environment variable: seconds without an answer after which a first run on CPU is reported; 0 for never.
 VARIABLE = "AUTOPAR_PATIENCE"
@@ -29,11 +29,19 @@ LONGEST_PAUSE = 1.0  # s between two checks of the results
 
 
 def patience() -> float:
-    """Seconds that a first run may take before a warning; 0: no warning."""
+    """Seconds that a first run may take before a warning; 0: no warning.
+
+    Raises:
+        ArgumentError: the variable is no number of seconds.
+    """
+    text = os.environ.get(VARIABLE, "")
     try:
-        return float(os.environ.get(VARIABLE) or PATIENCE)
+        seconds = float(text or PATIENCE)
     except ValueError:
-        return PATIENCE
+        seconds = -1.0
+    if not 0 <= seconds < threading.TIMEOUT_MAX:
+        raise ArgumentError(f"{VARIABLE}={text!r} must be a number of seconds, 0 for no warning")
+    return seconds
 
 
 def warn_if_slow(run: Callable[[], Sequence[Any]], what: str, seconds: float) -> Sequence[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.api import parallelize
-from autopar.errors import AutoparWarning
+from autopar.errors import ArgumentError, AutoparWarning
 from autopar.runtime import executables
 from autopar.runtime.faults.watch import PATIENCE, VARIABLE, patience, warn_if_slow
 from tests.programs.steps import array
@@ -104,10 +104,17 @@ def test_only_a_first_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("", PATIENCE), ("7.5", 7.5), ("0", 0.0), ("soon", PATIENCE)])
+@pytest.mark.parametrize(("text", "seconds"), [("", PATIENCE), ("7.5", 7.5), ("0", 0.0)])
 def test_patience_is_set_by_a_variable(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, text)
     assert patience() == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_patience_that_is_no_number_of_seconds_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ArgumentError, match=f"{VARIABLE}='{text}' must be a number of seconds"):
+        patience()
 
 
 EXITS = """
