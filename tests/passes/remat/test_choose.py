@@ -366,6 +366,23 @@ def test_a_step_that_fits_in_no_other_way_has_the_fewest_microbatches_that_fit(i
         plan(cluster=CLUSTER, memory_budget=budget, num_microbatches=2)
 
 
+def test_that_nothing_fits_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for every number of microbatches that is tried."""
+    tried: list[tuple[int, Effort]] = []
+    attempt = planning.Planner.attempt
+
+    def recorded(self: planning.Planner, policies: Any, hosted: Any, effort: Effort, cutoff: float) -> Any:
+        tried.append((self.parts.count, effort))
+        return attempt(self, policies, hosted, effort, cutoff)
+
+    monkeypatch.setattr(planning.Planner, "attempt", recorded)
+    args = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 3, jax.ShapeDtypeStruct((1024, 16), jnp.float32)
+    with pytest.raises(MemoryBudgetError, match="no plan fits into 2 kB"):
+        autopar.plan(three_layers, *args, mesh=(8,), cluster=CLUSTER, remat="none", memory_budget=2_000)
+    assert {count for count, _ in tried} == {1, 2, 4, 8, 16}
+    assert [count for count, effort in tried if effort == "proven"] == [1]
+
+
 def test_fewer_microbatches_than_a_search_for_stages_chose_where_they_are_faster() -> None:
     step, args = model(False).step, model(False).abstract_args()
     call = Call(step, trace(step, *args), args, local=False, trace_s=0.0, report=Progress("step", False))
