@@ -68,6 +68,7 @@ def rule(
     (contracted, contracted_right), (batch, batch_right) = numbers.dot_dimension_numbers
     left = [f"l{d}" for d in range(len(operands[0]))]
     right = [f"r{d}" for d in range(len(operands[1]))]
+    # dimensions of the batch and contracted ones are the same factor in both operands
     for d, e in zip((*batch, *contracted), (*batch_right, *contracted_right), strict=True):
         right[e] = left[d]
     for d in numbers.rhs_group_dimensions:
@@ -77,10 +78,12 @@ def rule(
     result = [GROUPS] * contracts_rows(params) + [left[d] for d in batch] + kept
     sizes = [*_in_front(params, left), GROUPS] if len(operands[2]) > 1 else [GROUPS]
     rows = ragged_dimension(params)
+    # parts count their own rows, in the dtype of the sizes
     whole = [GROUPS] if holds(dtype, operands[0][rows]) else [GROUPS, left[rows]]
     rest = [["1"] * len(shape) for shape in operands[3:]]
     sides = ", ".join(" ".join(names) for names in (left, right, sizes, *rest))
     written = parse(f"{sides} -> {' '.join(result) or '()'} | keep {' '.join(whole)}", operands, results, "autopar")
+    # rows are cut in whole tiles alone
     factor = written.operands[0][rows]
     return replace(written, sizes=tuple(n // tile if f == factor else n for f, n in enumerate(written.sizes)))
 

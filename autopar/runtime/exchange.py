@@ -54,6 +54,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
     holders: dict[Box, list[int]] = {}
     for device, box in source.items():
         holders.setdefault(box, []).append(device)
+    # devices that hold the same box send in turn
     turns = {box: cycle(devices) for box, devices in holders.items()}
     replicas: dict[Box, list[int]] = {}
     for device, box in target.items():
@@ -61,6 +62,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
 
     def sender(box: Box, receiver: int) -> int:
         devices = holders[box]
+        # from the device itself or its own process, if possible: that takes no network
         near = [d for d in devices if owners[d] == owners[receiver]]
         return receiver if receiver in devices else near[0] if near else next(turns[box])
 
@@ -72,6 +74,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
     first, copies = list[Part](), list[Part]()
     for wanted, devices in replicas.items():
         groups = _by_process(devices, owners)
+        # a device of each process that holds a part of the box, or of the first process if none does
         direct = [group[0] for group in groups if holds_part(wanted, group)] or [groups[0][0]]
         first += (
             Part(sender(box, device), device, common)
@@ -79,6 +82,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
             for box in holders
             if (common := intersection(wanted, box)) is not None
         )
+        # the other processes get copies of theirs, and each process copies among its own devices
         leaders = [*direct, *(group[0] for group in groups if group[0] not in direct)]
         copies += _copies(wanted, leaders, len(direct))
         copies += (part for group in groups for part in _copies(wanted, group))

@@ -233,12 +233,15 @@ class _Clock:
         step = self.lives.moments[born]
         if v in self.lives.within or born <= begin or v not in step.outputs:
             return None
+        # a conditional leaves it, so each of its branches has to make it there
         if step.joins:
             left = [y for inner in step.frames for y, joined in inner.carried if joined == v]
             branches = [self._made_within(y, result, begin, last) for y in left]
             return [(v, read), *(x for branch in branches for x in branch or ())] if None not in branches else None
+        # operands whose memory the step takes over
         started = [x for x, y in step.taken if y == v and self.lives.death.get(x) == born]
         overwrites = step.kind == LIGHT or step.name in OVERWRITES or result in map(self.p.behind, started)
+        # the result is still read when this is written
         if born < last or (born == last and not overwrites):
             return None
         return [(v, read), *(x for s in started for x in self._made_within(s, result, begin, last) or ())]

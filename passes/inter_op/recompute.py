@@ -46,11 +46,13 @@ def fewest_layers(
     """
     none = fitting = (0,) * stages
     answer = fits(fitting)
+    # stages that do not fit get all the layers that they can have
     while not all(answer):
         raised = tuple(n if fit else top for n, fit, top in zip(fitting, answer, most(), strict=True))
         if raised == fitting:
             return None
         fitting, answer = raised, fits(raised)
+    # bisection, of all stages at once
     too_few, best = none, fitting
     for _ in range(effort.rounds):
         middle = tuple((a + b) // 2 if b - a > 1 else b for a, b in zip(too_few, fitting, strict=True))
@@ -60,6 +62,7 @@ def fewest_layers(
         too_few = tuple(a if fit else m for fit, m, a in zip(answer, middle, too_few, strict=True))
         fitting = tuple(m if fit else b for fit, m, b in zip(answer, middle, fitting, strict=True))
         best = middle if all(answer) else best
+    # the numbers come from different rounds, and together may not fit
     return fitting if fitting == best or all(fits(fitting)) else best
 
 

@@ -122,6 +122,7 @@ class Simulator:
             useful = min(limit, min(simulated.values(), default=math.inf) / (1 - SIMULATION.saved))
             capacity = (question.memory[p.placement.submesh] for p in division.parts)
             fits = all(most <= nbytes for most, nbytes in zip(peaks[name], capacity, strict=True))
+            # the bound spares simulations of schedules that are of no use
             if fits and least_seconds(prices, size.microbatches, flights[name]) < useful:
                 simulated[name] = simulated_seconds(name, size, prices)
         good = min(limit, min(simulated.values(), default=math.inf) / (1 - SIMULATION.saved))

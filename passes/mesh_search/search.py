@@ -151,8 +151,10 @@ class MeshSearch:
             self.bound(cutoff)
         deadline = self._begin()
         first_deadline = memory_policy.first_deadline()
+        # in the order of the plans that were found quickly: a good plan prunes the others
         waiting = sorted(self._candidates, key=lambda candidate: (candidate.seconds, candidate.lower))
         while waiting:
+            # the time is over, and meshes that are not planned count with their bounds
             if best.fits and time.monotonic() > deadline:
                 best.lower = min(best.lower, *(candidate.lower for candidate in waiting))
                 break

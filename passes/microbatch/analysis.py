@@ -201,18 +201,22 @@ class Analyzer:
         uses = [self.use(a) for a in op.inputs]
         if self._reads_counts(op) and (placed := self._in_loop(op, uses)) is not None:
             return placed
+        # an operation that does not merely add parts reads totals
         if any(isinstance(v.state, Partial) for v in uses) and not self._adds_parts(op, uses):
             op = self._read_originals(op, uses)
             uses = [
                 self._total_of(op, a, v) if isinstance(v.state, Partial) else v
                 for a, v in ((a, self.use(a)) for a in op.inputs)
             ]
+        # on whole values, as soon as all of them are known
         if all(isinstance(v.state, Invariant) for v in uses):
             segment = max((v.segment for v in uses), default=0)
             hoisted = [i for i, a in enumerate(op.inputs) if uses[i].segment == 0 and self.use(a).segment > 0]
             placed = replace(_placed(op, uses, None), hoisted=frozenset(hoisted))
             return segment, placed, invariant_results(op, [v.state for v in uses])
+        # side effects happen once in a step, not once in a microbatch
         placed = None if op.equation.effects else self._in_loop(op, uses)
+        # rows that a block has sorted exist in the loop alone
         if placed is None and any(isinstance(v.state, Grouped) for v in uses):
             raise GroupedOutsideError
         if placed is None and not op.equation.effects:

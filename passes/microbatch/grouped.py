@@ -393,6 +393,7 @@ def _rowwise(operands: Operands, groups: Groups, table: Rule) -> RuleResult | No
     """By the rule for split rows: what treats all rows alike takes them in any order."""
     states = [s for s in operands.states if isinstance(s, Grouped)]
     kind = replace(states[0], dim=0)
+    # rows in two orders do not belong together, nor do sorted rows and consecutive ones
     if any(replace(s, dim=0) != kind for s in states) or any(isinstance(s, Split) for s in operands.states):
         return None
     if isinstance(kind, Positions) and operands.op.name not in _OF_POSITIONS:
@@ -409,6 +410,7 @@ def _rowwise(operands: Operands, groups: Groups, table: Rule) -> RuleResult | No
     results: list[State] = []
     for shape, state in zip(operands.result_shapes, result.results, strict=True):
         if isinstance(state, Split):
+            # the result has to have the same rows
             if state.outer != 1 or shape[state.dim] != extent:
                 return None
             results.append(replace(kind, dim=state.dim))

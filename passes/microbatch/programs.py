@@ -236,12 +236,14 @@ def _averaged(analysis: Analysis) -> frozenset[int]:
     """
     producers = {v: op for op in analysis.flat.ops for v in op.outputs}
     placed = [analysis.places[op.index] for op in analysis.flat.ops]
+    # totals that operations of the loop estimate from their own microbatch
     stack = [p.op.inputs[i] for segment, p in placed if segment == 1 for i in sorted(p.own_totals)]
     estimated: set[Atom] = set()
     while stack:
         value = stack.pop()
         if isinstance(value, int) and value not in estimated and analysis.values[value][1] > 0:
             estimated.add(value)
+            # made after the loop of other totals, which are estimated with it
             if analysis.values[value][1] == 2:
                 stack.extend(producers[value].inputs)
     averaged: set[int] = set()
@@ -250,6 +252,7 @@ def _averaged(analysis: Analysis) -> frozenset[int]:
         if analysis.places[op.index][0] != 2:
             continue
         split = any(isinstance(a, int) and isinstance(analysis.values[a][0], Split) for a in op.inputs)
+        # it reads joined blocks, which the loop does not have
         if split or not of_whole_batch.isdisjoint(op.inputs):
             of_whole_batch.update(op.outputs)
         elif not estimated.isdisjoint(op.inputs) and not op.equation.effects:

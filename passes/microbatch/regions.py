@@ -278,13 +278,16 @@ def _scan_over_examples(graph: Graph, op: Op, states: Sequence[State], count: in
     if not whole or any(s != examples and not isinstance(s, Invariant) for s in states[first_slice:]):
         return None
     sums = {k for k, _ in control_flow.sums(graph, op)}
+    # an iteration sees one example, which is whole there
     body = analyse_region(graph, region, [INVARIANT] * len(region.inputs), count)
     assert isinstance(body, BlockBody), "an operation on whole values runs on whole values"
+    # carries that an iteration passes on as it received them
     same_as: dict[Atom, Atom] = {v: v for v in region.inputs}
     for inner in body.flat.ops:
         if control_flow.keeps_value(graph, inner) and inner.inputs[0] in same_as:
             same_as[inner.outputs[0]] = same_as[inner.inputs[0]]
     kept = {k for k in range(carried) if same_as.get(body.flat.outputs[k]) == region.inputs[fixed + k]}
+    # any other carry makes an iteration depend on those before it
     if len(sums | kept) < carried:
         return None
     return RuleResult(

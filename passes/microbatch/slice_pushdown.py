@@ -63,6 +63,7 @@ def push_down(
         return None if result is None else result.slices.get(position)
 
     def wanted(value: int) -> Split | None:
+        # all readers have to take the same block, and nobody the whole
         slices = {slice_of(*reader) for reader in readers.get(value, ())}
         return slices.pop() if len(slices) == 1 and value not in read_whole else None
 
@@ -72,9 +73,11 @@ def push_down(
             assert before is not None
             changed[reader] = replace(before, slices={i: s for i, s in before.slices.items() if i != position})
 
+    # readers first, so that a slice that reaches an operation may go on to its operands
     for op in reversed(candidates):
         before = changed.get(op.index) or rule_results.get(op.index)
         if before is not None:
+            # a scan in the loop, of some of whose results only blocks are read
             blocks = {i: s for i, v in enumerate(op.outputs) if (s := wanted(v)) is not None}
             narrowed = narrow_scan(graph, op, before, blocks, count) if narrow_scan and blocks else None
             if narrowed is not None:

@@ -75,7 +75,9 @@ def split(
     groups = find_groups(graph, flat.ops, flat.outputs)
     limit = math.inf if reasons or count == 1 else (1 - min_loop_share) * math.fsum(work(graph, op) for op in flat.ops)
     best: Microbatches | None = None
+    # one loop before two: the second repeats operations of the first
     exact = tuple((allowed_loops, ()) for allowed_loops in range(1, loops + 1))
+    # with a microbatch's own totals first, as they are asked for
     for allowed_loops, own in ((1, tuple(per_microbatch)), *exact) if per_microbatch else exact:
         for outer in _batch_strides(graph, flat, leaves, count, shards):
             batched = {v: Split(0, outer) for v in leaves}

@@ -401,12 +401,14 @@ def _deferred(
     """Sums of totals of different stages, which run after the loop, and the totals that the loop then gives."""
     made_in = {v: stages[p.op.index] for p in loop for v in p.op.outputs}
     spans_stages: set[int] = set()
+    # sums of values of different stages, and sums of such sums
     for op in (p.op for p in loop if p.op.name in ADDITIONS):
         parts = [a for a in op.inputs if a in made_in]
         if len({made_in[a] for a in parts if isinstance(a, int)}) > 1 or any(a in spans_stages for a in parts):
             spans_stages.update(op.outputs)
     totals_left = {t.value: t for t in totals}
     deferred: list[PlacedOp] = []
+    # readers first: a deferred sum makes totals of its operands, which may be such sums themselves
     for placed in reversed(loop):
         op = placed.op
         if (
@@ -428,11 +430,13 @@ def _weight_pass_ops(
     put_off: set[int] = set()
     reader_stages: dict[int, set[int]] = {}
     read_by_b = -1
+    # readers first, since it depends on them whether an operation can wait
     for placed in reversed(backward_ops):
         op, stage = placed.op, stages[placed.op.index]
         partial = any(isinstance(split.states[v], Partial) for v in op.outputs)
         light = op.name not in NOT_DUPLICATED and not op.regions and not totals & {*op.outputs}
         read = set[int]().union(*(reader_stages.get(v, set()) for v in op.outputs))
+        # a partial sum waits if no other stage reads it; what else waits is read by what waits alone
         is_put_off = (partial and read <= {stage}) or (light and read == {stage})
         if is_put_off:
             put_off.add(op.index)

@@ -273,6 +273,7 @@ def stashed_values(graph: StageGraph, bindings: Mapping[int, Binding]) -> Sequen
     stashed: dict[int, None] = {}
     for op in graph.graph.ops:
         program = program_of.get(op.outputs[0], BEGIN) if op.outputs else BEGIN
+        # passes that run after others of their microbatch
         if program not in ("B", "W"):
             continue
         stack, visited = [a for a in op.inputs if isinstance(a, int)], set[int]()
@@ -283,6 +284,7 @@ def stashed_values(graph: StageGraph, bindings: Mapping[int, Binding]) -> Sequen
             visited.add(value)
             source_program = program_of.get(value, "F" if value in received else BEGIN)
             has_layout = value in bindings and bindings[value].view is None
+            # without a layout of its own it is made where it is read, and what it reads is kept instead
             is_recomputed = value in producer and not has_layout and graph.graph.types[value].rank > 0
             if is_recomputed and source_program != BEGIN:
                 stack.extend(a for a in producer[value].inputs if isinstance(a, int))

@@ -229,6 +229,7 @@ def _programs(
     producers = {v: p for p in ops for v in p.op.outputs}
     position_of = _rounds(ops, reads, stage_of)
     results = dict.fromkeys(v for v in split.flat.outputs if isinstance(v, int))
+    # a total that the step returns as it is needs no operation, but a program that returns it
     returned_totals = {v: (0, stage_of[v]) for v in results if v in totals}
     ops_at: dict[tuple[int, int], list[PlacedOp]] = {
         position: [] for position in sorted({*position_of.values(), *returned_totals.values()})
@@ -239,9 +240,11 @@ def _programs(
         for v in reads[p.op.index]:
             reading_positions.setdefault(v, {})[position_of[p.op.index]] = None
     programs: list[Update] = []
+    # one program for each stage in each round
     for (round_, stage), ops_here in ops_at.items():
         results_here = {v for p in ops_here for v in p.op.outputs}
         operands = sorted({v for p in ops_here for v in reads[p.op.index]} - results_here)
+        # what the step returns, or a program of another round or stage reads
         writes = [
             v for v in sorted(results_here) if v in results or {*reading_positions.get(v, ())} - {(round_, stage)}
         ]
