@@ -301,8 +301,10 @@ def grouped(operands: Operands, groups: Groups, table: Rule) -> RuleResult | Non
 def _sort(operands: Operands, groups: Groups) -> RuleResult | None:
     """The block's keys, and the positions in the block, in the order of the keys."""
     state = groups.sorts.get(operands.op.index)
+    if state is None:  # another sort, of sorted rows
+        return None
     keys, moved = operands.states
-    if state is None or not isinstance(moved, Invariant) or operands.shapes[0][0] % operands.count:
+    if not isinstance(moved, Invariant) or operands.shapes[0][0] % operands.count:
         return None
     if keys != (Positions(0, state.keys) if state.inverse else Split(0)):
         return None

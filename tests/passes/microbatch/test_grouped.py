@@ -156,6 +156,16 @@ def split_product(w: jax.Array, x: jax.Array, experts: jax.Array) -> jax.Array:
 PRODUCT, SPLIT_PRODUCT = jax.jit(product), jax.jit(split_product)
 
 
+def test_another_sort_of_sorted_rows_is_refused() -> None:
+    def sorted_again(w: jax.Array, x: jax.Array, experts: jax.Array) -> jax.Array:
+        rows = lax.ragged_dot(x[jnp.argsort(experts)], w, jnp.bincount(experts, length=EXPERTS))
+        return lax.sort((rows, 2 * rows, 3 * rows), dimension=1, num_keys=1)[2]
+
+    args = weights(0)["up"], jnp.sin(jnp.arange(8.0 * WIDTH)).reshape(8, WIDTH), jnp.arange(8) % EXPERTS
+    with pytest.raises(MicrobatchError, match="of its FLOPs need more than one of them: sort"):
+        split_step(trace(sorted_again, *args), 2, (1, 2))
+
+
 def counted_in(dtype: str, experts: int = EXPERTS, indices: str = "int32", stride: int = 1) -> Callable[..., Any]:
     """256 rows, counted and indexed in these types; positions go through a product that may wrap."""
 
