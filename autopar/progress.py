@@ -1,4 +1,4 @@
-"""Warnings, and progress on stderr: what is being planned, with the best plan and bound so far, what else takes long.
+"""Progress on stderr: what is being planned, with the best plan and bound so far, and what else takes long.
 
 progress=True     every line, at once
 progress=None     in a terminal, once it has taken `PATIENCE` seconds; otherwise nothing
@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from autopar import jax_compat
-from autopar.errors import AutoparWarning
 
 PATIENCE = 2.0  # seconds before the first line in a terminal
 
@@ -65,15 +61,3 @@ def reporting(name: str, wanted: bool | None) -> Iterator[Progress]:
         yield progress
     finally:
         progress.end()
-
-
-def warn(message: str) -> None:
-    """An AutoparWarning that points to the user's line."""
-    warnings.warn(message, AutoparWarning, stacklevel=_user_stacklevel())
-
-
-def _user_stacklevel() -> int:
-    """The `stacklevel` at which a warning of the caller points to the user's line."""
-    files = [frame.f_code.co_filename for frame in jax_compat.frames()]
-    # `warnings.warn` counts from `warn`, one frame above this one, as 1
-    return next((level for level, file in enumerate(files) if jax_compat.is_own(file)), len(files) - 1)

@@ -29,10 +29,10 @@ from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.layout import longest_dividing
 from autopar.ir.text.printer import type_text
+from autopar.ir.text.warning import warn
 from autopar.ir.trace import is_tracing
 from autopar.options import Settings, name_of
 from autopar.plans.plan import Plan
-from autopar.progress import warn
 from autopar.runtime.executables import Executable, Lowered, lower
 from autopar.runtime.planned_step import Pin, PlannedStep
 from autopar.verification.profile.comparison import Profile

@@ -68,9 +68,7 @@ class Emitter:
 
     def is_lazy(self, op: Op) -> bool:
         """Whether all results are free values or views, which have no planned layout and are emitted at each use."""
-        values = self.context.stage.values
-        types = self.context.graph.types
-        return bool(op.outputs) and all(types[v].rank and v not in values for v in op.outputs)
+        return self.context.graph.lacks_layouts(op, self.context.stage.values)
 
     def _run_leaf(self, op: Op) -> None:
         operands = clamp_start_indices(op, [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)])

@@ -39,12 +39,13 @@ from autopar.explain.origin import StepOrigin
 from autopar.ir.graph import Graph, Op
 from autopar.ir.graph import verify as verify_graph
 from autopar.ir.op_sets import MEGABLOX_PRODUCTS
+from autopar.ir.text.warning import warn
 from autopar.ir.trace import attention_of_cudnn, needs_gpu, trace
 from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.mesh_search.planner import collector_paused
 from autopar.passes.remat.choose import Unfit
 from autopar.plans.plan import Plan
-from autopar.progress import reporting, warn
+from autopar.progress import reporting
 from autopar.runtime.load import load
 from autopar.runtime.planned_step import PlannedStep
 

@@ -23,9 +23,9 @@ from autopar import errors, jax_compat
 from autopar.compile.call import Call
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.graph import graph_hash
+from autopar.ir.text.warning import warn
 from autopar.plans.plan import Plan, from_json
 from autopar.plans.validation.schema import parsed
-from autopar.progress import warn
 from autopar.runtime.planned_step import PlannedStep
 
 #: Note of a pipeline in several processes.

@@ -16,13 +16,14 @@ from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
 from autopar.ir import arguments
 from autopar.ir.graph import Graph, Op
+from autopar.ir.text.warning import warn
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import in_place, match_state
 from autopar.options import Settings, name_of
 from autopar.passes import strategies
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.solver.optimize import TIME_LIMIT_REACHED
-from autopar.progress import Progress, warn
+from autopar.progress import Progress
 from autopar.rules import manual, rules_of
 from autopar.rules.registry import registered_rules
 from autopar.runtime.planned_step import PlannedStep

@@ -15,6 +15,7 @@ from autopar.compile.call import Call, donated_leaves, offload_option, wanted_me
 from autopar.compile.stages import pipeline_options, plan_stages
 from autopar.hardware import meshes
 from autopar.ir.text import size
+from autopar.ir.text.warning import warn
 from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines, savings
 from autopar.passes.inter_op.savings import Attempt, Savings, SavingsSearch
@@ -22,7 +23,6 @@ from autopar.passes.remat import choose, choose_offload, memory_policy
 from autopar.passes.remat.choose_offload import OffloadCandidates
 from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.plans.stage_budget import budget_error
-from autopar.progress import warn
 from autopar.runtime.planned_step import PlannedStep
 
 

@@ -24,7 +24,7 @@ import hashlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -236,6 +236,10 @@ class Graph:
     effects: tuple[str, ...] = ()
     repeats: Repeats | None = None
     carried: Mapping[int, int] | None = None
+
+    def lacks_layouts(self, op: Op, values: Container[int]) -> bool:
+        """Whether an operation has results, and none of them is scalar or among these values, those with a layout."""
+        return bool(op.outputs) and all(self.types[v].rank and v not in values for v in op.outputs)
 
     def type_of(self, atom: Atom) -> Type:
         return self.types[atom] if isinstance(atom, int) else atom.type

@@ -26,11 +26,11 @@ from pathlib import Path
 from autopar import jax_compat
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
+from autopar.ir.text.warning import warn
 from autopar.ir.trace import Traced
 from autopar.passes.remat.options import Options
 from autopar.plans.plan import Plan, from_json
 from autopar.plans.validation.schema import parsed
-from autopar.progress import warn
 from autopar.version import VERSION
 
 VARIABLE = "AUTOPAR_CACHE_DIR"

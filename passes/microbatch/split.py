@@ -27,8 +27,6 @@ from autopar.passes.microbatch.states import Partial, Split
 
 #: Least share of the FLOPs that has to run in loops; a split with less is refused.
 MIN_LOOP_SHARE = 0.99
-
-
 #: Largest number of arguments, and of reasons, that a refusal names.
 MAX_NAMES, MAX_REASONS = 6, 3
 

@@ -26,14 +26,20 @@ def calls(fn: Callable[..., Any], *args: Any) -> list[Op]:
     return [op for op in trace(fn, *args).graph.walk() if op.name == "pallas_call"]
 
 
+def call_of(kernel: Kernel) -> Op:
+    """The only kernel that a function calls."""
+    function, args = kernel
+    (call,) = calls(function, *args)
+    return call
+
+
 def axes(kernel: Kernel) -> tuple[pallas.GridAxis, ...]:
-    (call,) = calls(kernel[0], *kernel[1])
-    return pallas.grid_axes(call.params)
+    return pallas.grid_axes(call_of(kernel).params)
 
 
 def cut_calls(kernel: Kernel) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
     """Every free grid axis cut into every number of parts: axis, parts, the joined results and the whole ones."""
-    (call,) = calls(kernel[0], *kernel[1])
+    call = call_of(kernel)
     equation, operands = call.equation, list(kernel[1])
     whole = equation.primitive.bind(*operands, **equation.params)
     for number, axis in enumerate(pallas.grid_axes(call.params)):
@@ -222,10 +228,6 @@ def reads_the_first(table: Any, x: Any, out: Any) -> None:
 def reads_the_diagonal(table: Any, x: Any, out: Any) -> None:
     place = pl.program_id(0)
     out[...] = x[...] + table[place, place].astype(jnp.int32)
-
-
-def flat(kernel: Kernel) -> tuple[Any, ...]:
-    return kernel[0], *kernel[1]
 
 
 CUT: dict[str, tuple[Callable[[], Kernel], tuple[int, ...]]] = {

@@ -29,9 +29,9 @@ from tests.rules.kernels import (
     array,
     assert_cut_is_whole,
     axes,
+    call_of,
     calls,
     dynamic_grid,
-    flat,
     matmul,
     of_rows,
     reset_unless_a_narrow_number_wraps,
@@ -75,18 +75,18 @@ def test_numbers_wrap_as_in_the_kernel() -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_kernels_that_are_refused(name: str) -> None:
     make, why = REFUSED[name]
-    (axis,) = axes(make())
+    kernel = make()
+    (axis,) = axes(kernel)
     assert why in axis.obstacle
-    (op,) = calls(*flat(make()))
-    assert not rules_of(trace(*flat(make())).graph)[op.signature].free
+    assert not rules_of(trace(kernel[0], *kernel[1]).graph)[call_of(kernel).signature].free
 
 
 def test_grids_known_at_run_time_are_refused() -> None:
     kernel = dynamic_grid()
-    (op,) = calls(*flat(kernel))
+    op = call_of(kernel)
     assert pallas.grid_axes(op.params) == ()
     assert pallas.obstacles(op.params) == "its grid is known at run time only"
-    assert not rules_of(trace(*flat(kernel)).graph)[op.signature].free
+    assert not rules_of(trace(kernel[0], *kernel[1]).graph)[op.signature].free
 
 
 def test_grids_known_at_run_time_run_whole() -> None:

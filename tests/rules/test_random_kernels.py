@@ -23,8 +23,7 @@ from tests.rules.kernels import (
     assert_cut_is_whole,
     axes,
     call,
-    calls,
-    flat,
+    call_of,
     prefetched,
     reads_the_diagonal,
     reads_the_first,
@@ -89,7 +88,7 @@ def test_random_kernels_are_whole_when_cut(kernel: Kernel) -> None:
 
 def test_some_random_kernels_are_cut_with_scratch_memory_and_places() -> None:
     def is_wanted(kernel: Kernel) -> bool:
-        (op,) = calls(*flat(kernel))
+        op = call_of(kernel)
         free = any(axis.size > 1 and not axis.obstacle for axis in pallas.grid_axes(op.params))
         return free and len(op.params["jaxpr"].invars) > 3 and "program_id" in str(op.params["jaxpr"])
 

@@ -213,7 +213,7 @@ def _returned(p: _Program) -> frozenset[int]:
 
 def _leaf_sums(p: _Program, op: Op) -> Complaints:
     """Of an operation whose results have a layout; others read what their readers ask for, summed (`_may_be_free`)."""
-    if op.outputs and not any(value in p.stage.values or not p.graph.types[value].rank for value in op.outputs):
+    if p.graph.lacks_layouts(op, p.stage.values):
         return
     leads = [partial_axes(p.at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
     lead = max(leads, key=len, default=[])

@@ -31,7 +31,7 @@ from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, S
 from autopar.rules import pallas
 from tests.passes.microbatch.test_exactness import in_loop, in_microbatches
 from tests.rules import kernels as samples
-from tests.rules.kernels import Kernel, array, calls, matmul
+from tests.rules.kernels import Kernel, array, call_of, matmul
 from tests.rules.test_random_kernels import FIRST, random_kernels
 
 pytestmark = pytest.mark.core
@@ -54,7 +54,7 @@ def states_of(x: Any, count: int) -> list[State]:
 
 def accepted(kernel: Kernel) -> Iterator[tuple[int, Sequence[State], RuleResult]]:
     """Numbers of microbatches, and states of the operands, in which a kernel runs on blocks."""
-    (op,) = calls(kernel[0], *kernel[1])
+    op = call_of(kernel)
     for count in (2, 4):
         for states in itertools.product(*(states_of(x, count) for x in kernel[1])):
             if not all(isinstance(s, Invariant) for s in states):
@@ -65,7 +65,7 @@ def accepted(kernel: Kernel) -> Iterator[tuple[int, Sequence[State], RuleResult]
 
 def assert_blocks_are_those_of_the_whole(kernel: Kernel, most: int = 4) -> int:
     """The number of ways in which the kernel runs on blocks, at most `most` of which are run."""
-    (op,) = calls(kernel[0], *kernel[1])
+    op = call_of(kernel)
     ways = list(accepted(kernel))
     run = ways[:: max(1, len(ways) // most)][:most]
 
@@ -98,7 +98,7 @@ def test_kernels_that_are_not_cut_do_not(name: str) -> None:
     make, why = samples.REFUSED[name]
     kernel = make()
     assert list(accepted(kernel)) == []
-    (op,) = calls(kernel[0], *kernel[1])
+    op = call_of(kernel)
     largest = max(range(len(kernel[1])), key=lambda i: kernel[1][i].size)
     states = [Split(0) if i == largest else INVARIANT for i in range(len(kernel[1]))]
     assert why in kernels.refusal(operands_in(op, kernel[1], states, 2))
@@ -132,7 +132,7 @@ REFUSALS: dict[str, tuple[Callable[[], Kernel], tuple[State, ...], int, str]] = 
 def test_states_in_which_a_kernel_does_not_run_on_blocks(name: str) -> None:
     make, states, count, why = REFUSALS[name]
     kernel = make()
-    (op,) = calls(kernel[0], *kernel[1])
+    op = call_of(kernel)
     operands = operands_in(op, kernel[1], states, count)
     assert apply_table(operands) is None
     assert why in kernels.refusal(operands)
@@ -146,7 +146,7 @@ def test_random_kernels_in_microbatches_are_the_whole(kernel: Kernel) -> None:
 
 def test_some_random_kernels_run_in_microbatches_with_scratch_memory() -> None:
     def is_wanted(kernel: Kernel) -> bool:
-        (op,) = calls(kernel[0], *kernel[1])
+        op = call_of(kernel)
         return len(op.params["jaxpr"].invars) > 3 and any(accepted(kernel))
 
     assert assert_blocks_are_those_of_the_whole(find(random_kernels(), is_wanted, settings=FIRST)) > 0
