@@ -58,7 +58,7 @@ def number_values(emitter: StageEmitter, interfaces: ProgramInterfaces, fresh: I
         for key in interfaces.reads[kind]:
             if key not in blocks:
                 (whole if key[0] in emitter.loop_invariant else local).of(key)
-    totals = {(graph.local[v] if v in graph.summed_in else a, None) for v, a in graph.totals.items()}
+    totals = {(graph.accumulated(v), None) for v in graph.totals}
     for name in interfaces.reads:
         if name not in (BEGIN, *PASS_KINDS):
             for key in interfaces.reads[name]:
@@ -159,9 +159,7 @@ class _Lists:
         )
         reads, writes = {*interfaces.reads[update_name(number)]}, {*interfaces.writes[update_name(number)]}
         out = {v for kind, v in graph.results if kind == "made"}
-        atoms = {
-            v: graph.local[v] if v in graph.summed_in else graph.totals[v] for v in (t.value for t in update.totals)
-        }
+        atoms = {t.value: graph.accumulated(t.value) for t in update.totals}
         return replace(
             update,
             arguments=tuple(v for v, at in graph.arguments.items() if (at, None) in reads),

@@ -202,11 +202,14 @@ class Repeats:
         ops: index of a top-level operation -> executions per step.
         inputs: argument value -> how often a new value arrives per step.
         results: position -> how often the result is returned per step.
+        parts: position of a result -> position of the argument that has all of them along a leading dimension, for
+            a part of the program that runs later.
     """
 
     ops: Mapping[int, int]
     inputs: Mapping[int, int]
     results: Mapping[int, int]
+    parts: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,6 @@ class StepExecution:
         whole: per stage, value -> array, of the values that are the same for every microbatch.
         pass_operands: (stage, kind of pass) -> the whole values and the blocks of the batch that it reads.
         sums: (stage, kind of pass) -> accumulators.
-        parts: (stage, kind of pass) -> microbatch -> its parts of totals that are stacked.
         stash: (stage, microbatch) -> value -> array, of values that later passes read.
         in_flight: (transfer, microbatch) -> arrays that a pass has made and no send has copied yet.
         update_results: value -> array, of the updates so far.
@@ -76,7 +75,6 @@ class StepExecution:
     whole: list[dict[int, Any]] = field(default_factory=list)
     pass_operands: dict[tuple[int, Kind], tuple[tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=dict)
     sums: dict[tuple[int, Kind], Any] = field(default_factory=dict)
-    parts: dict[tuple[int, Kind], dict[int, Any]] = field(default_factory=dict)
     stash: dict[tuple[int, int], dict[int, Any]] = field(default_factory=dict)
     in_flight: dict[tuple[Transfer, int], list[Any]] = field(default_factory=dict)
     update_results: dict[int, Any] = field(default_factory=dict)
@@ -153,7 +151,7 @@ class StepExecution:
         blocks = dict(zip(begin.blocks, block_arrays, strict=True))
         for kind, total in sums.items():
             lowered_pass = self.step.lowered_schedule.passes[stage, kind]
-            self.sums[stage, kind], self.parts[stage, kind] = total, {}
+            self.sums[stage, kind] = total
             self.pass_operands[stage, kind] = (
                 tuple(whole[v] for v in lowered_pass.whole),
                 tuple(blocks[v] for v in lowered_pass.blocks),
@@ -170,11 +168,11 @@ class StepExecution:
         if lowered_pass.function is not None:
             reads = tuple([values[v] for v in lowered_pass.reads])
             index = self.step.indices[i.stage][i.microbatch]
-            sums, parts, written = lowered_pass.function(self.sums[place], index, *self.pass_operands[place], reads)
-            self.sums[place], self.parts[place][i.microbatch] = sums, parts
+            sums, written = lowered_pass.function(self.sums[place], index, *self.pass_operands[place], reads)
+            self.sums[place] = sums
             values.update(zip(lowered_pass.writes, written, strict=True))
             if self.step.blocking:
-                jax.block_until_ready((sums, parts, written))
+                jax.block_until_ready((sums, written))
         for transfer, same_rank, numbers in lowered_pass.transfers:
             arrays = [values[v] for v in numbers]
             if same_rank:
@@ -212,7 +210,7 @@ class StepExecution:
         results = update.function(
             tuple([self._donatable(update.stage, source) for source in update.donated]),
             tuple([self.argument(update.stage, source) for source in update.arguments]),
-            tuple([self._moved(self._total(place, position), where) for place, position, where in update.totals]),
+            tuple([self._moved(self.sums[place][position], where) for place, position, where in update.totals]),
             tuple([self._moved(self.update_results[v], where) for v, where in update.reads]),
         )
         if self.step.blocking:
@@ -234,25 +232,13 @@ class StepExecution:
         return Counter(map(id, self.leaves))
 
     def _moved(self, array: Any, where: NamedSharding | None) -> Any:
-        """An array, or the parts of a total, copied to a sharding; None: unchanged."""
-        if where is None:
-            return array
-        parts = array if isinstance(array, tuple) else (array,)
-        moved = self.step.transport.move(parts, [where] * len(parts))
-        return tuple(moved) if isinstance(array, tuple) else moved[0]
+        """An array copied to a sharding; None: unchanged."""
+        return array if where is None else self.step.transport.move([array], [where])[0]
 
     def _put(self, value: Any, sharding: NamedSharding) -> Any:
         """An array on the devices of a sharding; a NumPy array, or a number, which every process has, is placed."""
         is_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
         return self.step.transport.move([value], [sharding])[0] if is_array else place(value, sharding)
-
-    def _total(self, place: tuple[int, Kind], position: int) -> Any:
-        """The accumulator of a total, or its parts if it is stacked."""
-        accumulator = self.sums[place][position]
-        if accumulator is not None:
-            return accumulator
-        parts = self.parts[place]
-        return tuple(parts[i][position] for i in range(self.step.stages.split.count))
 
 
 _ACTIONS: Mapping[str, Callable[[StepExecution, Instruction], None]] = {

@@ -2,7 +2,7 @@
 
     begin     (arguments)                              -> whole values, blocks of the batch, zero accumulators
     pass      (accumulators, microbatch, whole values, blocks, values of other passes)
-                                                       -> accumulators, parts that are stacked, values for other passes
+                                                       -> accumulators, values for other passes
     update    (donated arguments, other arguments, totals, values of other updates)
                                                        -> values
 
@@ -238,7 +238,7 @@ class _ProgramLowering:
             # replicated, so that making blocks needs no communication; unconstrained, XLA would shard the batch first
             stacks = [jax.lax.with_sharding_constraint(jnp.stack(ks), to.replicated(stage)) for ks in cut]
             sums = {
-                k: tuple(self.functions.accumulator(stage, t.value).initial for t in pass_.totals)
+                k: tuple(self.functions.accumulator(stage, t.value).zero() for t in pass_.totals)
                 for k, pass_ in passes.items()
             }
             return tuple(outer[v] for v in whole), tuple(stacks), sums
@@ -261,10 +261,8 @@ class _ProgramLowering:
         self.sums.update(((stage, k), a) for k, a in sums.items())
         return program
 
-    def _summed(self, stage: int, pass_: Pass) -> tuple[NamedSharding | None, ...]:
-        return tuple(
-            None if self.stacks(stage, t.value) else self.shardings.total(stage, t.value) for t in pass_.totals
-        )
+    def _summed(self, stage: int, pass_: Pass) -> tuple[NamedSharding, ...]:
+        return tuple(self.shardings.total(stage, t.value) for t in pass_.totals)
 
     def run(self, stage: int, kind: Kind) -> LoweredProgram:
         """The program of one pass."""
@@ -278,16 +276,15 @@ class _ProgramLowering:
             local.update(zip(pass_.reads, reads, strict=True))
             parts, written = self.functions.run(stage, kind, outer, local, index)
             adding = [self.functions.accumulator(stage, t.value).add for t in pass_.totals]
-            both = [add(carry, part) for add, carry, part in zip(adding, sums, parts, strict=True)]
-            return tuple(c for c, _ in both), tuple(s for _, s in both), written
+            added = (add(carry, part, index) for add, carry, part in zip(adding, sums, parts, strict=True))
+            return tuple(added), written
 
         to = self.shardings
         whole = tuple(to.whole(stage, v) for v in pass_.whole)
         blocks = tuple(to.blocks(stage, v) for v in pass_.blocks)
         reads = tuple(to.value(stage, v) for v in pass_.reads)
         sums = self._summed(stage, pass_)
-        stacked = tuple(to.total(stage, t.value) if self.stacks(stage, t.value) else None for t in pass_.totals)
-        out = (sums, stacked, tuple(to.value(stage, v) for v in pass_.writes))
+        out = (sums, tuple(to.value(stage, v) for v in pass_.writes))
         types = (
             self.sums[stage, kind],
             jax.ShapeDtypeStruct((), np.int32),
@@ -298,11 +295,9 @@ class _ProgramLowering:
         program = self._lower(
             (stage, kind), run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,)
         )
-        summed, parts, written = program.lowered.out_info
+        summed, written = program.lowered.out_info
         self.value_types.update(zip(pass_.writes, written, strict=True))
-        for total, carry, part in zip(pass_.totals, summed, parts, strict=True):
-            stacks = self.stacks(stage, total.value)
-            self.totals[total.value] = (part,) * self.stages.split.count if stacks else carry
+        self.totals.update((total.value, carry) for total, carry in zip(pass_.totals, summed, strict=True))
         return program
 
     def update(self, number: int) -> LoweredProgram:
@@ -312,7 +307,8 @@ class _ProgramLowering:
 
         def run(old: Any, arguments: Any, totals: Any, reads: Any) -> Any:
             totals_by_value = {
-                t.value: self.finished_total(t.value, a) for t, a in zip(update.totals, totals, strict=True)
+                t.value: self.functions.accumulator(self.source(t.value), t.value).finish(a)
+                for t, a in zip(update.totals, totals, strict=True)
             }
             values = dict(zip((*donated, *rest), (*old, *arguments), strict=True))
             return self.functions.update(number, values, totals_by_value, dict(zip(update.reads, reads, strict=True)))
@@ -322,7 +318,7 @@ class _ProgramLowering:
         shardings = (
             tuple(to.argument(update.stage, v) for v in donated),
             tuple(to.argument(update.stage, v) for v in rest),
-            total_shardings(to, number, totals),
+            tuple(to.update_total(number, t.value) for t in update.totals),
             tuple(to.update_read(number, v) for v in update.reads),
         )
         types = (
@@ -349,16 +345,6 @@ class _ProgramLowering:
         stages = enumerate(self.stages.stages)
         return next(s for s, x in stages for pass_ in x.passes.values() for t in pass_.totals if t.value == total)
 
-    def stacks(self, stage: int, total: int) -> bool:
-        """Whether the parts of a total are stacked, not accumulated."""
-        return self.functions.accumulator(stage, total).is_stacked
-
-    def finished_total(self, total: int, accumulated: Any) -> Any:
-        """A total from its accumulator or its parts."""
-        stage = self.source(total)
-        finish = self.functions.accumulator(stage, total).finish
-        return finish(None, jnp.stack(accumulated)) if self.stacks(stage, total) else finish(accumulated, None)
-
     def _lower(
         self,
         key: ProgramKey,
@@ -380,12 +366,3 @@ class _ProgramLowering:
 def not_donated(arguments: Sequence[int], donated: Sequence[int]) -> tuple[int, ...]:
     """Arguments of an update that are not donated to it."""
     return tuple(v for v in arguments if v not in donated)
-
-
-def total_shardings(shardings: StageShardings, number: int, totals: Sequence[Any]) -> tuple[Any, ...]:
-    """Shardings of the totals that an update reads, each an accumulator or a tuple of parts."""
-    values = [t.value for t in shardings.stages.updates.programs[number].totals]
-    return tuple(
-        jax.tree.map(lambda _, v=v: shardings.update_total(number, v), total)
-        for v, total in zip(values, totals, strict=True)
-    )

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.passes.microbatch.states import SUM, Split, State, part_dtype
+from autopar.passes.microbatch.states import SUM, Split, State, local_shape, part_dtype
 
 
 def join_blocks(blocks: Any, state: Split) -> Any:
@@ -34,49 +34,40 @@ class Accumulator:
     """How the parts of one total are combined.
 
     Attributes:
-        zero: gives the initial carry; None if parts are stacked instead of added.
-        add: (carry, part) -> (carry, value to stack).
-        finish: (carry, stacked values) -> the whole value.
+        zero: gives the initial carry.
+        add: (carry, part, number of the microbatch) -> carry.
+        finish: carry -> the whole value.
+        is_stacked: the carry has the parts one by one, along a leading dimension.
     """
 
-    zero: Callable[[], Any] | None
-    add: Callable[[Any, Any], tuple[Any, Any]]
-    finish: Callable[[Any, Any], Any]
-
-    @property
-    def is_stacked(self) -> bool:
-        """Parts are kept one by one."""
-        return self.zero is None
-
-    @property
-    def initial(self) -> Any:
-        """The initial carry; None if parts are stacked."""
-        return None if self.zero is None else self.zero()
+    zero: Callable[[], Any]
+    add: Callable[[Any, Any, Any], Any]
+    finish: Callable[[Any], Any]
+    is_stacked: bool = False
 
 
-#: (shape, dtype, state) of the whole value -> its accumulator.
-_AccumulatorFactory = Callable[[tuple[int, ...], Any, State], Accumulator]
+#: (number of microbatches; shape, dtype, state of the whole value) -> its accumulator.
+_AccumulatorFactory = Callable[[int, tuple[int, ...], Any, State], Accumulator]
 
 
-def _sum_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+def _sum_accumulator(count: int, shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     """Sums in at least float32."""
     wide = part_dtype(dtype, SUM)
-    zero = partial(jnp.zeros, shape, wide)
-    return Accumulator(zero, lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
+    return Accumulator(partial(jnp.zeros, shape, wide), lambda c, p, _: c + p.astype(wide), lambda c: c.astype(dtype))
 
 
 def _mean_accumulator(count: int, shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     """Means over `count` microbatches, in at least float32."""
-    total = _sum_accumulator(shape, dtype, state)
-    return replace(total, finish=lambda c, _: (c / np.asarray(count, c.dtype)).astype(dtype))
+    total = _sum_accumulator(count, shape, dtype, state)
+    return replace(total, finish=lambda c: (c / np.asarray(count, c.dtype)).astype(dtype))
 
 
 def _fold_accumulator(combine: Callable[[Any, Any], Any], identity: Callable[[Any], Any]) -> _AccumulatorFactory:
     """Combines parts by `combine`, of which `identity` gives the identity element for a dtype."""
 
-    def make(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+    def make(count: int, shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
         zero = partial(jnp.full, shape, identity(dtype), dtype)
-        return Accumulator(zero, lambda c, p: (combine(c, p), None), lambda c, _: c)
+        return Accumulator(zero, lambda c, p, _: combine(c, p), lambda c: c)
 
     return make
 
@@ -104,22 +95,26 @@ def _all_ones(dtype: Any) -> Any:
     return np.invert(np.zeros((), dtype))
 
 
-def _concatenate_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+def _concatenate_accumulator(count: int, shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     """Joins the blocks of a split value."""
     assert isinstance(state, Split)
-    return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: join_blocks(blocks, state))
+    zero = partial(jnp.zeros, (count, *local_shape(shape, state, count)), dtype)
+
+    def add(carry: Any, part: Any, index: Any) -> Any:
+        return jax.lax.dynamic_update_index_in_dim(carry, part, index, 0)
+
+    return Accumulator(zero, add, partial(join_blocks, state=state), is_stacked=True)
 
 
-def _last_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-    """Keeps the last microbatch's value of an invariant; values of extended dtypes (keys) are stacked for that."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: blocks[-1])
-    return Accumulator(partial(jnp.zeros, shape, dtype), lambda c, p: (p, None), lambda c, _: c)
+def _last_accumulator(count: int, shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+    """Keeps the last microbatch's value of an invariant."""
+    return Accumulator(partial(jnp.zeros, shape, dtype), lambda c, p, _: p, lambda c: c)
 
 
-#: How parts are combined (`AccumulatedValue.combine`), besides by the mean -> the accumulator.
+#: How parts are combined (`AccumulatedValue.combine`) -> the accumulator.
 _ACCUMULATORS: Mapping[str, _AccumulatorFactory] = {
     "sum": _sum_accumulator,
+    "mean": _mean_accumulator,
     "max": _fold_accumulator(jnp.maximum, _smallest),
     "min": _fold_accumulator(jnp.minimum, _largest),
     "and": _fold_accumulator(jnp.bitwise_and, _all_ones),
@@ -137,6 +132,4 @@ def accumulator(combine: str, count: int, shape: tuple[int, ...], dtype: Any, st
         count: number of microbatches.
         shape, dtype, state: of the whole value.
     """
-    if combine == "mean":
-        return _mean_accumulator(count, shape, dtype, state)
-    return _ACCUMULATORS[combine](shape, dtype, state)
+    return _ACCUMULATORS[combine](count, shape, dtype, state)

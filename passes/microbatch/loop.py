@@ -122,12 +122,13 @@ class StepPrograms:
 
         def iteration(carry: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
             parts = self.loop_body(loop, outer, self.blocks(leaves, index), index)
-            accumulated = [a.add(c, p) for a, c, p in zip(accumulators, carry, parts, strict=True)]
-            return [carried for carried, _ in accumulated], [stacked for _, stacked in accumulated]
+            of_totals = [*zip(accumulators, carry, parts, strict=True)]
+            carried = [None if a.is_stacked else a.add(c, p, index) for a, c, p in of_totals]
+            return carried, [p if a.is_stacked else None for a, _, p in of_totals]
 
-        initial = [a.initial for a in accumulators]
+        initial = [None if a.is_stacked else a.zero() for a in accumulators]
         carry, stacked = jax.lax.scan(iteration, initial, jnp.arange(self.split.count), unroll=unrolled or 1)
-        return [a.finish(c, s) for a, c, s in zip(accumulators, carry, stacked, strict=True)]
+        return [a.finish(s if a.is_stacked else c) for a, c, s in zip(accumulators, carry, stacked, strict=True)]
 
     def accumulator(self, total: AccumulatedValue, lead: tuple[int, ...] = ()) -> Accumulator:
         """The accumulator of a total.

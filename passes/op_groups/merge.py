@@ -113,6 +113,7 @@ def group(
     """
     b = Builder(graph, rules, mesh, unreduced.find(graph), overlap.find(graph), pinned_values=pinned_values or {})
     often = graph.repeats or Repeats({}, {}, {})
+    stacks = {graph.inputs[position] for position in often.parts.values()}
     for position, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
         shape = graph.types[value].shape
         if shape:
@@ -121,7 +122,8 @@ def group(
             if surroundings is not None and value in surroundings.entering:
                 b.enter(path, value, weight)
                 continue
-            entered = b.enter_as(path, value, weight, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
+            layouts = b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin)
+            entered = b.enter_as(path, value, weight, _uncut_along_0(b, shape, layouts) if value in stacks else layouts)
             if pin is None and _undivided(b, shape):
                 b.not_propagated[entered] = MOST_PADDING
             elif pin is not None and position in received:
@@ -134,7 +136,7 @@ def group(
         b.repeats = float(often.ops.get(op.index, 1))
         _visit(b, (op,), b.repeats)
     check_bound(b)
-    _leave(b, pinned_results or {}, often.results, surroundings.leaving if surroundings else ())
+    _leave(b, pinned_results or {}, often, surroundings.leaving if surroundings else ())
     for value in sorted(even):
         if value in b.bindings:
             _divide_evenly(b, b.bindings[value])
@@ -414,39 +416,46 @@ def _view_of_unary(b: Builder, op: Op, kind: Kind) -> bool:
 # Results and followers
 
 
-def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int], leaving: Collection[int] = ()) -> None:
+def _leave(b: Builder, pinned: Mapping[int, Layout], often: Repeats, leaving: Collection[int] = ()) -> None:
     """Add the uses by the caller.
 
-    The next state has the layout of the state, a pinned result has its pin, and all other results have even layouts.
+    The next state has the layout of the state, a part that of the argument with all parts, and a pinned result its pin.
+    All other results have even layouts.
 
     Args:
         pinned: position of a result -> layout.
-        often: position of a result -> times per step that it is returned, if not once.
+        often: what runs more than once.
         leaving: as of `Surroundings`.
     """
     for out, layout in pinned.items():
         atom = b.graph.outputs[out]
         if isinstance(atom, int) and b.graph.types[atom].rank:
             shape = b.graph.types[atom].shape
-            b.repeats = weight = float(often.get(out, 1))
+            b.repeats = weight = float(often.results.get(out, 1))
             border = b.new(f"out{out}", b.pinned(shape, layout), weight, -1, atom)
             use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, weight, -1)
-    state = match_state(b.graph)
-    for out, position in state.items():
+    arguments = {**match_state(b.graph), **often.parts}
+    for out, position in arguments.items():
         if out in pinned:
             continue
         atom, argument = b.graph.outputs[out], b.graph.inputs[position]
         rank = b.graph.types[argument].rank
         if isinstance(atom, int) and rank:
-            use(b, f"out{out}", atom, b.bindings[argument].group, tuple(range(rank)), False, 1.0, -1)
+            dims, weight = tuple(range(1 if out in often.parts else 0, rank)), float(often.results.get(out, 1))
+            use(b, f"out{out}", atom, b.bindings[argument].group, dims, False, weight, -1)
     for out, atom in enumerate(b.graph.outputs):
         if isinstance(atom, int) and out not in leaving:
             b.heavy_reads.add(atom)
-            if out not in pinned and out not in state and _may_be_uneven(b, atom):
+            if out not in pinned and out not in arguments and _may_be_uneven(b, atom):
                 shape = b.graph.types[atom].shape
-                b.repeats = weight = float(often.get(out, 1))
+                b.repeats = weight = float(often.results.get(out, 1))
                 border = b.new(f"out{out}", b.layouts(shape, 1.0), weight, -1, atom)
                 use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, weight, -1)
+
+
+def _uncut_along_0(b: Builder, shape: tuple[int, ...], layouts: StrategySet) -> StrategySet:
+    """Those layouts of an argument with the parts of all microbatches that do not cut between parts."""
+    return b.some(layouts, (layouts.result != 0).all(1), ("parts", shape, layouts.index))
 
 
 def _may_be_uneven(b: Builder, value: int) -> bool:

@@ -7,9 +7,12 @@ One function is traced that runs the programs of the stage in this order:
     update0..  its updates                               once       -> Tracer.update
 
 Arguments are the state, the blocks of the batch, values received from other stages, and totals and values of other
-stages' updates. Results are values that other stages read, and results of the step. No operation accumulates: an update
-reads a microbatch's part of a sum through a `sharding_constraint` that leaves all dimensions open. If the pass leaves
-its parts unreduced, they are reduced over devices there, which counts once -> Tracer.completed_sums
+stages' updates. Results are values that other stages read, and results of the step. No operation accumulates:
+
+    sums      an update reads a microbatch's part through a `sharding_constraint` that leaves all dimensions open. If
+              the pass leaves its parts unreduced, they are reduced over devices there, which counts once
+    blocks    the parts of all microbatches are an argument with a leading dimension, which the update joins. A pass
+              returns its part in the layout of this argument (`Repeats.parts`)           -> Tracer.completed
 
 `Graph.repeats` tells which operations and values count m times.
 """
@@ -63,12 +66,12 @@ class StageGraph:
         received: value received from another stage -> argument of the graph.
         whole: value computed by the prologue -> its value.
         local: value computed by a pass -> its value.
-        totals: total -> the value that updates read: an argument of the graph if no pass of the stage computes it
-            (stacked parts, sums of other stages).
-        summed_in: total -> the name of the program that completes its sum.
+        totals: total -> the value that updates read: an argument of the graph if it is a sum of another stage.
+        parts: total whose parts are joined -> argument of the graph with the parts along a leading dimension.
+        completed_in: total -> the name of the program that completes its sum or joins its parts.
         made: value of an update -> its value; an argument of the graph if another stage's update computes it.
-        results: per result of the graph, ("local", value sent, or part or total for others) or ("made", value of an
-            update).
+        results: per result of the graph, ("local", value sent, or sum for others), ("part", a part of a total), or
+            ("made", value of an update).
         sent: position of a result -> the value sent.
         avals: shape and dtype of every argument of the graph.
     """
@@ -83,7 +86,8 @@ class StageGraph:
     whole: Mapping[int, Atom]
     local: Mapping[int, Atom]
     totals: Mapping[int, Atom]
-    summed_in: Mapping[int, str]
+    parts: Mapping[int, int]
+    completed_in: Mapping[int, str]
     made: Mapping[int, Atom]
     results: tuple[ValueKey, ...]
     sent: Mapping[int, int]
@@ -95,6 +99,17 @@ class StageGraph:
         repeats = self.graph.repeats
         assert repeats is not None
         return repeats.inputs[self.index]
+
+    def accumulated(self, total: int) -> Atom:
+        """The value with the layout of a total's accumulator: one part of a sum, or the argument with all parts."""
+        if total in self.parts:
+            return self.parts[total]
+        return self.local[total] if total in self.completed_in else self.totals[total]
+
+    @cached_property
+    def part_results(self) -> Mapping[int, int]:
+        """Total whose parts are joined -> position of the result that is one part, if a pass of the stage makes it."""
+        return {v: i for i, (kind, v) in enumerate(self.results) if kind == "part"}
 
     def program_of(self, op: int) -> str:
         """The program of an operation, by index."""
@@ -151,7 +166,8 @@ class Tracer:
     Attributes:
         updates: number -> update, of this stage.
         sources: total -> the stage that computes it.
-        stacked: totals whose parts are not summed but stacked, one per microbatch.
+        stacked: totals whose parts are not summed but joined.
+        completed_in: as of `StageGraph`, from the programs that have run.
     """
 
     stages: Stages
@@ -161,7 +177,7 @@ class Tracer:
     updates: Mapping[int, Update]
     sources: Mapping[int, int]
     stacked: frozenset[int]
-    summed_in: dict[int, str] = field(default_factory=dict)
+    completed_in: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
     def of(stages: Stages, stage: int, types: Mapping[int, Any], programs: StepPrograms) -> Tracer:
@@ -190,15 +206,15 @@ class Tracer:
         for v in sorted(sent):
             yield ("received", v), self.local_type(v), "received"
         for v in sorted({t.value for u in self.updates.values() for t in u.totals}):
-            if self.is_argument(v):
+            if v in self.stacked:
+                part = self.local_type(v)
+                stack = jax.ShapeDtypeStruct((self.stages.split.count, *part.shape), part.dtype)
+                yield ("parts", v), stack, "parts"
+            elif self.sources[v] != self.stage:
                 yield ("totals", v), self.whole_type(v), "total"
         own_writes = {v for u in self.updates.values() for v in u.writes}
         for v in sorted({v for u in self.updates.values() for v in u.reads} - own_writes):
             yield ("made", v), self.whole_type(v), "made"
-
-    def is_argument(self, total: int) -> bool:
-        """Whether the updates of the stage read a total that is not the part computed by its own pass."""
-        return total in self.stacked or self.sources[total] != self.stage
 
     def whole_type(self, value: int) -> Any:
         aval = self.types.get(value) if value in self.types else self.programs.avals[value]
@@ -253,7 +269,7 @@ class Tracer:
 
     def update(self, name: str, update: Update, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
         arguments, updated = _of_map(environment, "arguments"), _of_map(environment, "made")
-        totals = self.completed_sums(name, [t.value for t in update.totals], environment)
+        totals = self.completed(name, update.totals, environment)
         outer = {
             **self.constants,
             **{v: arguments[v] for v in update.arguments},
@@ -262,17 +278,23 @@ class Tracer:
         after = self.programs.after(
             AccumulationLoop((), update.totals, update.ops), outer, [totals[t.value] for t in update.totals]
         )
-        completed = {("totals", v): array for v, array in totals.items() if self.summed_in.get(v) == name}
+        completed = {("totals", v): array for v, array in totals.items() if self.completed_in.get(v) == name}
         return {**completed, **{("made", v): after[v] for v in update.writes}}
 
-    def completed_sums(self, name: str, totals: Sequence[int], environment: Mapping[ValueKey, Any]) -> dict[int, Any]:
-        """Totals as an update reads them; the first update that reads a sum completes it."""
+    def completed(
+        self, name: str, totals: Sequence[AccumulatedValue], environment: Mapping[ValueKey, Any]
+    ) -> dict[int, Any]:
+        """Totals as an update reads them; the first update that reads a total completes it."""
         totals_read: dict[int, Any] = {}
-        for v in totals:
+        for total in totals:
+            v = total.value
             if ("totals", v) in environment:
                 totals_read[v] = environment["totals", v]
+                continue
+            self.completed_in[v] = name
+            if v in self.stacked:
+                totals_read[v] = self.programs.accumulator(total).finish(environment["parts", v])
             else:
-                self.summed_in[v] = name
                 # only the constraint that completes a sum reads its parts; those of narrow floats are in float32
                 totals_read[v] = _unconstrained(environment["local", v]).astype(self.whole_type(v).dtype)
         return totals_read
@@ -312,18 +334,18 @@ def _assemble(
     results = list(results_of(tracer))
     carried = carried_by(tracer, results, list(inputs_by_key))
     sent = {i: v for i, (kind, v) in enumerate(results) if kind == "local" and v in _sent(stages, stage)}
-    result_counts = {
-        i: count for i, (kind, v) in enumerate(results) if i in sent or (kind == "local" and v in tracer.stacked)
-    }
+    result_counts = {i: count for i, (kind, _) in enumerate(results) if i in sent or kind == "part"}
+    stacks = {v: i for i, ((kind, v), _, _) in enumerate(inputs) if kind == "parts"}
+    parts = {i: stacks[v] for i, (kind, v) in enumerate(results) if kind == "part" and v in stacks}
     op_counts = {op.index: count for op in graph.ops for kind in PASS_KINDS if op.index in programs.get(kind, ())}
     input_counts = {v: count for key, v in inputs_by_key.items() if key[0] in ("index", "blocks", "received")}
     backward = any(op.phase == "backward" for op in graph.ops if op.index in op_counts)
     graph = replace(
         graph,
         ops=tuple(replace(op, phase="update") if backward and _is_update(programs, op) else op for op in graph.ops),
-        outputs=tuple(atoms[key] for key in results),
+        outputs=tuple(atoms["local" if kind == "part" else kind, v] for kind, v in results),
         output_paths=tuple(f"{kind} {i}" for i, (kind, _) in enumerate(results)),
-        repeats=Repeats(op_counts, input_counts, result_counts),
+        repeats=Repeats(op_counts, input_counts, result_counts, parts),
         carried=carried,
     )
     order = [name for name, _ in tracer.all_programs()]
@@ -333,7 +355,7 @@ def _assemble(
         graph=graph,
         programs={name: programs.get(name, range(0)) for name in order},
         index=inputs_by_key["index", 0],
-        summed_in=dict(tracer.summed_in),
+        completed_in=dict(tracer.completed_in),
         results=tuple(results),
         sent=sent,
         avals=tuple(aval for _, aval, _ in inputs),
@@ -345,7 +367,7 @@ def _is_update(programs: Mapping[str, range], op: Op) -> bool:
     return not any(op.index in programs.get(name, ()) for name in (BEGIN, *PASS_KINDS))
 
 
-_MAPS = ("arguments", "blocks", "received", "whole", "local", "totals", "made")
+_MAPS = ("arguments", "blocks", "received", "whole", "local", "totals", "parts", "made")
 
 
 def _sent(stages: Stages, stage: int) -> list[int]:
@@ -354,13 +376,14 @@ def _sent(stages: Stages, stage: int) -> list[int]:
 
 
 def results_of(tracer: Tracer) -> Iterator[ValueKey]:
-    """Keys of values that leave the stage: values sent, stacked parts, totals and values for other stages, results."""
+    """Keys of values that leave the stage: values sent, parts, totals and values for other stages, results."""
     stages, stage = tracer.stages, tracer.stage
     elsewhere = [u for u in stages.updates.programs if u.stage != stage]
     yield from (("local", v) for v in _sent(stages, stage))
     own = sorted(v for v, source in tracer.sources.items() if source == stage)
     foreign = {t.value for u in elsewhere for t in u.totals}
-    yield from (("local", v) for v in own if v in tracer.stacked or v in foreign)
+    yield from (("part", v) for v in own if v in tracer.stacked)
+    yield from (("local", v) for v in own if v in foreign and v not in tracer.stacked)
     read = {v for u in elsewhere for v in u.reads} | {v for v in stages.split.flat.outputs if isinstance(v, int)}
     yield from (("made", v) for u in tracer.updates.values() for v in u.writes if v in read)
 

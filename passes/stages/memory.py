@@ -80,12 +80,12 @@ class _Stored:
     Attributes:
         values: the values.
         times: how often each is there.
-        wide: whether numbers have at least four bytes, as those of accumulators.
+        wide: those whose numbers have at least four bytes, as those of sums.
     """
 
     values: Sequence[int]
     times: int = 1
-    wide: bool = False
+    wide: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +175,11 @@ class StageLiveness:
         """State, sums, the batch and the stash."""
         graph = self.graph
         in_host_memory = {graph.graph.inputs[i] for i in self.offloaded}
-        sums = tuple(a for v in graph.summed_in if isinstance(a := graph.local[v], int))
+        accumulated = (graph.accumulated(v) for v in graph.completed_in if v in graph.local)
+        sums = tuple(a for a in accumulated if isinstance(a, int))
         return (
             _Stored(tuple(a for a in graph.arguments.values() if a not in in_host_memory)),
-            _Stored(sums, wide=True),
+            _Stored(sums, wide=frozenset(sums) - {*graph.parts.values()}),
             _Stored((*graph.blocks.values(),), graph.microbatches),
             _Stored(self._stashed),
         )
@@ -193,7 +194,7 @@ class StageLiveness:
         constant, nodes = 0.0, dict[int, Floats]()
         types, bindings = self.graph.graph.types, self.model.grouping.bindings
         for v in stored.values:
-            nbytes, binding = stored.times * _dense_bytes(types[v], stored.wide), bindings.get(v)
+            nbytes, binding = stored.times * _dense_bytes(types[v], v in stored.wide), bindings.get(v)
             if binding is None or binding.view is not None:
                 constant += nbytes
             else:
@@ -203,7 +204,7 @@ class StageLiveness:
 
     def _even_bytes(self, stored: _Stored) -> float:
         types = self.graph.graph.types
-        return sum(stored.times * _dense_bytes(types[v], stored.wide) for v in stored.values) / self.mesh.size
+        return sum(stored.times * _dense_bytes(types[v], v in stored.wide) for v in stored.values) / self.mesh.size
 
     def _shares(self, group: int, dims: Sequence[int], shape: Sequence[int]) -> Floats:
         """The share of a value on one device under every strategy of a group, padding included."""

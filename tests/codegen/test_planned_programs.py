@@ -136,14 +136,14 @@ def test_gradients_are_summed_over_devices_once_per_step() -> None:
     """None in a pass; in the updates one piece of an all-reduce per parameter."""
     model, (state, batch) = arguments("gpt-toy", batch=32)
     step, plans = planned(model.step, (state, batch), ((4,), (4,)), count=4, alpha=1e-5)
-    parameters = [len(plan.graph.summed_in) for plan in plans.plans]
+    parameters = [len(plan.graph.completed_in) for plan in plans.plans]
     counts_by_program = {name: collectives(program) for name, program in step.programs.items()}
     assert {name: c for name, c in counts_by_program.items() if c and name[-1] in "FB"} == {}
     sums = [
         sum(c["all-reduce"] for n, c in counts_by_program.items() if n.startswith(f"stage {s} update")) for s in (0, 1)
     ]
     partial = [
-        sum(-2 in (plan.layout(plan.graph.local[v]) or ()) for v in plan.graph.summed_in)  # pyright: ignore[reportArgumentType]
+        sum(-2 in (plan.layout(plan.graph.local[v]) or ()) for v in plan.graph.completed_in)  # pyright: ignore[reportArgumentType]
         for plan in plans.plans
     ]
     assert sums == partial == [parameters[0], parameters[1] - 1]  # and the loss, a scalar, in every microbatch

@@ -39,7 +39,7 @@ def test_what_programs_take_is_given_before() -> None:
     for plan in plans_of("gpt-toy", on, weights=True).plans:
         emitter = StageEmitter(plan, jax_compat.auto_abstract_mesh(on.sizes, on.names))
         names = list(plan.graph.programs)
-        atoms = [a for v in plan.graph.summed_in if isinstance(a := plan.graph.local[v], int)]
+        atoms = [a for v in plan.graph.completed_in if isinstance(a := plan.graph.local[v], int)]
         totals = {kind: [a for a in atoms if plan.graph.maker[a] == kind] for kind in PASS_KINDS}
         interfaces = program_interfaces(emitter, {}, totals)
         arguments = {(v, None) for v in plan.graph.graph.inputs}
@@ -56,7 +56,7 @@ def test_arrays_of_partial_sums_have_dimensions_in_front() -> None:
     plans = plans_of("mlp-toy", mesh((4,), beta=1e-9))
     for plan in plans.plans:
         emitter = StageEmitter(plan, jax_compat.auto_abstract_mesh((4,), ("x",)))
-        for v in plan.graph.summed_in:
+        for v in plan.graph.completed_in:
             key = (plan.graph.local[v], None)
             if -2 in (plan.layout(key[0]) or ()):  # pyright: ignore[reportArgumentType]
                 assert emitter.lead(key) == (4,)  # pyright: ignore[reportArgumentType]

@@ -114,6 +114,28 @@ def test_what_a_pass_makes_of_a_value_that_microbatches_share_is_moved_in_every_
     assert {c.count for c in moved} == {4}
 
 
+@pytest.mark.parametrize("target", ["shardy", "cpu"])
+@pytest.mark.parametrize("mesh", sample([(2, 4), (8,)], [(8,)]))
+def test_results_of_each_example_are_joined_as_the_plan_says(mesh: tuple[int, ...], target: str) -> None:
+    """The microbatches' parts are cut by examples, and so is the whole, in other pieces."""
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out = jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]
+            return jnp.mean((out - y) ** 2), out
+
+        (value, out), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return sgd(params, grads), value, out, out.sum(1)
+
+    args = ({key: array(16, 16) for key in "abc"}, array(32, 16), array(32, 16))
+    plan = autopar.plan(step, *args, mesh=mesh, cluster=dear(mesh), stages=2, num_microbatches=2)
+    report = autopar.verify(plan, step, *args, target=target)
+    assert report.ok, str(report)
+    assert report.mismatches == ()
+    assert report.bytes == pytest.approx(report.comparison.predicted_wire_bytes)
+    assert any(c.kind == "all-to-all" and c.count == 1 for c in plan.stages[1].collectives), "the parts are joined"
+
+
 @pytest.mark.parametrize("width", [6, 22])
 def test_arrays_between_programs_are_planned_in_even_pieces(width: int) -> None:
     """Four devices divide no hidden dimension here: an uneven array between two passes would be gathered."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class PlannedPrograms:
     def stored(self, stage: int) -> frozenset[Key]:
         """Keys of the arrays that programs of a stage leave for later ones, totals included."""
         numbers, atoms = self.keys[stage], self.emitters[stage].plan.graph.local
-        totals = (key_of(atoms[v]) for v, (source, _) in self.totals.items() if source == stage)
+        totals = (key_of(atoms[v]) for v, (s, _) in self.totals.items() if s == stage and v not in self._parts(stage))
         exchanged = (*numbers.whole.values(), *numbers.local.values(), *numbers.updates.values())
         return frozenset({*exchanged, *(key for key in totals if key is not None)})
 
@@ -92,6 +92,10 @@ class PlannedPrograms:
         return NamedSharding(self.meshes[stage], PartitionSpec(None, *block.spec))
 
     def total(self, stage: int, value: int) -> NamedSharding:
+        part = self._parts(stage).get(value)
+        if part is not None:
+            spec = self.emitters[stage].result_sharding(part).spec
+            return NamedSharding(self.meshes[stage], PartitionSpec(None, *spec))
         return self._sharding_of(stage, key_of(self.emitters[stage].plan.graph.local[value]))
 
     def update_total(self, number: int, value: int) -> NamedSharding:
@@ -116,6 +120,10 @@ class PlannedPrograms:
         """Value sent to another stage -> position of the result of the graph."""
         return {v: i for i, v in self.emitters[stage].plan.graph.sent.items()}
 
+    def _parts(self, stage: int) -> Mapping[int, int]:
+        """Total whose parts are joined -> position of the result of the graph that is one part."""
+        return self.emitters[stage].plan.graph.part_results
+
     def _results(self, stage: int) -> Mapping[int, int]:
         """Value of an update that leaves the stage -> position of the result of the graph."""
         return {v: i for i, (kind, v) in enumerate(self.emitters[stage].plan.graph.results) if kind == "made"}
@@ -128,6 +136,8 @@ class PlannedPrograms:
     # Functions
 
     def accumulator(self, stage: int, total: int) -> Accumulator:
+        if total in self._parts(stage):  # the updates of the plan join the parts
+            return replace(self.programs.accumulator(self.totals[total][1]), finish=lambda parts: parts)
         key = key_of(self.emitters[stage].plan.graph.local[total])
         lead = () if key is None else self.emitters[stage].lead(key)
         return self.programs.accumulator(self.totals[total][1], lead)
@@ -148,11 +158,16 @@ class PlannedPrograms:
         inputs.update((keys.whole[n], array) for n, array in whole.items())
         inputs.update(((graph.blocks[n], None), x) for n, x in local.items() if n in pass_.blocks)
         inputs.update((keys.local[n], x) for n, x in local.items() if n in keys.local)
-        results = [sent[n] for n in pass_.writes if n in sent]
-        wanted = [key for t in pass_.totals if (key := key_of(graph.local[t.value])) is not None]
+        joined = {t.value: graph.part_results[t.value] for t in pass_.totals if t.value in graph.part_results}
+        results = [*(sent[n] for n in pass_.writes if n in sent), *joined.values()]
+        summed = [t.value for t in pass_.totals if t.value not in joined]
+        wanted = [key for v in summed if (key := key_of(graph.local[v])) is not None]
         wanted += [keys.local[n] for n in pass_.writes if n not in sent]
         emitted = emitter.emit(kind, inputs, wanted, results)
-        parts = tuple(_part(emitted.values, graph.local[t.value]) for t in pass_.totals)
+        parts = tuple(
+            emitted.results[joined[t.value]] if t.value in joined else _part(emitted.values, graph.local[t.value])
+            for t in pass_.totals
+        )
         written = (emitted.results[sent[n]] if n in sent else emitted.values[keys.local[n]] for n in pass_.writes)
         return parts, tuple(written)
 
@@ -173,7 +188,7 @@ class PlannedPrograms:
     def _total_key(self, stage: int, total: int) -> Key:
         """The key under which the updates of a stage read a total."""
         graph = self.emitters[stage].plan.graph
-        value = graph.local[total] if total in graph.summed_in else graph.totals[total]
+        value = graph.accumulated(total)
         assert isinstance(value, int)
         return value, None
 
@@ -181,7 +196,8 @@ class PlannedPrograms:
         """A total as an update reads it: partial sums that another stage's devices sent are added."""
         source = self.totals[total][0]
         key = key_of(self.emitters[source].plan.graph.local[total])
-        lead = () if source == stage or key is None else self.emitters[source].lead(key)
+        is_whole = source == stage or total in self._parts(source)
+        lead = () if is_whole or key is None else self.emitters[source].lead(key)
         return jax_compat.reduce_sum(array, range(len(lead))) if lead else array
 
 
@@ -236,14 +252,22 @@ def planned_programs(plans: StagePlans[CodegenStage], meshes: Sequence[AnyMesh])
 def _interfaces(stages: Stages, stage: int, emitter: StageEmitter) -> ProgramInterfaces:
     """What the programs of a stage read and write."""
     graph, passes = emitter.plan.graph, stages.stages[stage].passes
-    sent = {v: i for i, v in graph.sent.items()}
+    sent, parts = {v: i for i, v in graph.sent.items()}, graph.part_results
     update_outputs = {v: i for i, (kind, v) in enumerate(graph.results) if kind == "made"}
-    results: dict[str, list[int]] = {k: [sent[v] for v in pass_.writes if v in sent] for k, pass_ in passes.items()}
+    results: dict[str, list[int]] = {
+        kind: [
+            *(sent[v] for v in pass_.writes if v in sent),
+            *(parts[t.value] for t in pass_.totals if t.value in parts),
+        ]
+        for kind, pass_ in passes.items()
+    }
     for number, update in enumerate(stages.updates.programs):
         if update.stage == stage:
             results[update_name(number)] = [
                 update_outputs[v] for v in dict.fromkeys(update.writes) if v in update_outputs
             ]
-    atoms = {kind: [graph.local[t.value] for t in pass_.totals] for kind, pass_ in passes.items()}
+    atoms = {
+        kind: [graph.local[t.value] for t in pass_.totals if t.value not in parts] for kind, pass_ in passes.items()
+    }
     totals = {kind: [a for a in of_pass if isinstance(a, int)] for kind, of_pass in atoms.items()}
     return program_interfaces(emitter, results, totals)

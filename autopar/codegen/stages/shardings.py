@@ -50,11 +50,11 @@ class StageShardings(Protocol):
         ...
 
     def total(self, stage: int, value: int) -> NamedSharding:
-        """The accumulator of a total, or one of its parts, in the stage whose passes make it."""
+        """The accumulator of a total, in the stage whose passes make it."""
         ...
 
     def update_total(self, number: int, value: int) -> NamedSharding:
-        """The accumulator or the parts of a total, as update `number` reads them."""
+        """The accumulator of a total, as update `number` reads it."""
         ...
 
     def update_read(self, number: int, value: int) -> NamedSharding:

@@ -56,7 +56,7 @@ class UnplannedPrograms:
 
     def total(self, stage: int, value: int) -> NamedSharding:
         stacked = self.accumulator(stage, value).is_stacked
-        return self.value(stage, value) if stacked else self.replicated(stage)
+        return self.blocks(stage, value) if stacked else self.replicated(stage)
 
     def update_total(self, number: int, value: int) -> NamedSharding:
         return self.replicated(self.stages.updates.programs[number].stage)

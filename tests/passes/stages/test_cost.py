@@ -37,7 +37,7 @@ def test_gradients_are_reduced_in_the_update() -> None:
     """With all else replicated or cut by the batch, what an update communicates is its gradients, once."""
     for plan in plans_of("mlp-toy", mesh((4,), beta=1e-8)).plans:
         times = stage_times(plan)
-        sums = [v for v in plan.graph.summed_in if -2 in (plan.layout(plan.graph.local[v]) or ())]  # pyright: ignore[reportArgumentType]
+        sums = [v for v in plan.graph.completed_in if -2 in (plan.layout(plan.graph.local[v]) or ())]  # pyright: ignore[reportArgumentType]
         assert bool(times.reduce) == bool(sums)
 
 

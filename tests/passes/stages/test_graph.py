@@ -125,7 +125,7 @@ def partial_totals(step: Any, *args: Any) -> tuple[int, int]:
         inside = {op.index for op in g.graph.walk()} & (
             chosen.products | {i for i, stays in chosen.sums.items() if stays}
         )
-        totals[0] += sum(g.graph.type_of(g.local[v]).rank > 0 for v in g.summed_in)
+        totals[0] += sum(g.graph.type_of(g.local[v]).rank > 0 for v in g.completed_in)
         totals[1] += len(inside & chosen.products)
     return totals[0], totals[1]
 

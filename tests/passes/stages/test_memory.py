@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,14 +17,19 @@ from hypothesis import strategies as st
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import local_shape
 from autopar.ir.problem import Ints
+from autopar.ir.trace import trace
+from autopar.passes.layers.find import find
 from autopar.passes.memory.search_state import Acceptance
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat.options import Options
-from autopar.passes.stages.divide import PASS_KINDS
+from autopar.passes.stages.divide import PASS_KINDS, divide
+from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.plan import MemoryLimit, StageProblem
 from autopar.rules import rules_of
 from tests.judge.budget_milp import within
 from tests.passes.stages.test_graph import COUNT, staged
+from tests.programs.steps import array
 from tests.support.effort import examples
 
 SECONDS = 60.0  # for the independent solver
@@ -72,7 +79,10 @@ def test_bytes_by_kind_are_those_of_the_layouts(name: str, number: int) -> None:
 
         assert memory.state == sum(nbytes(v) for v in plan.graph.arguments.values())
         assert memory.batch == COUNT * sum(nbytes(v) for v in plan.graph.blocks.values())
-        assert memory.sums == sum(nbytes(v) for s in plan.graph.summed_in if isinstance(v := plan.graph.local[s], int))
+        assert not plan.graph.parts
+        assert memory.sums == sum(
+            nbytes(v) for s in plan.graph.completed_in if isinstance(v := plan.graph.local[s], int)
+        )
         outputs = {v for op in graph.ops if plan.graph.program_of(op.index) in PASS_KINDS for v in op.outputs}
         assert 0 < memory.stash <= sum(graph.types[v].nbytes for v in outputs)
         least = stage.liveness.least()
@@ -80,6 +90,40 @@ def test_bytes_by_kind_are_those_of_the_layouts(name: str, number: int) -> None:
             assert getattr(least, kind) <= getattr(memory, kind) * (1 + 1e-12)
         assert memory.peak(3) >= memory.peak(2) >= least.peak(2)
         assert memory.peak(3) - memory.peak(2) in (0.0, pytest.approx(memory.stash))
+
+
+def test_results_of_each_example_are_stored_for_all_microbatches_while_passes_run() -> None:
+    """Their parts have a leading dimension that no axis cuts, and numbers of two bytes stay so, unlike sums."""
+
+    def step(weights: tuple[jax.Array, ...], x: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        def loss(weights: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.sum(y), y
+
+        gradients, y = jax.grad(loss, has_aux=True)(weights)
+        return jax.tree.map(jnp.subtract, weights, gradients), y
+
+    square, last, x = (array(*shape, dtype=jnp.bfloat16) for shape in ((16, 16), (16, 8), (32, 16)))
+    step_traced = trace(step, (square, square, square, last), x)
+    divided = divide(split(step_traced.graph, COUNT), find(step_traced.graph), [1])
+    graph = stage_graph(divided, 1, step_traced.in_avals)
+    ((total, stack),) = graph.parts.items()
+    types, repeats = graph.graph.types, graph.graph.repeats
+    assert types[stack].shape == (COUNT, 8, 8)
+    assert repeats is not None
+    assert {p: graph.graph.inputs[i] for p, i in repeats.parts.items()} == {graph.part_results[total]: stack}
+
+    mesh = Cluster.custom((4,), 1e-6, 1e-8, {"bfloat16": 1e9}, 1e9, 10**9).logical_mesh((4,))
+    stage = StageProblem(graph, mesh, rules_of(graph.graph), Options(gap=0.0))
+    plan = stage.plan(stage.fastest)
+    layout = plan.layout(stack)
+    assert layout == (1,), "the examples of each part are cut"
+    sums = {a: plan.layout(a) for v in graph.completed_in if isinstance(a := graph.accumulated(v), int)}
+    shares = {a: math.prod(local_shape(at, types[a].shape, (4,))) for a, at in sums.items() if at is not None}
+    assert {types[a].dtype for a in shares if a != stack} == {"float32"}
+    assert stage.liveness.memory(plan.solution.assignment).sums == sum(n * types[a].itemsize for a, n in shares.items())
 
 
 @settings(max_examples=examples(12), deadline=None, derandomize=True)
