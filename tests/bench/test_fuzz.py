@@ -103,6 +103,9 @@ def test_differences(ours, theirs, difference):
     assert compare.difference(ours, theirs) == pytest.approx(difference)
 
 
+FLOAT8 = ("e5m2", "e4m3fn")
+
+
 def test_keys_are_compared():
     assert compare.difference(jax.random.key(0), jax.random.key(0)) == 0
     assert compare.difference(jax.random.key(0), jax.random.key(1)) == np.inf
@@ -150,6 +153,30 @@ def test_a_sum_in_float32_is_noise_as_a_float64():
     with jax.enable_x64(True):
         step_noise = noise.noise(jax.jit(summed), jax.make_jaxpr(summed)(x), (x,))
     assert [step_noise.explains(leaf, 1e-7) for leaf in range(3)] == [True, False, False]
+
+
+def test_a_sum_in_float8_is_noise_as_a_float64():
+    """Its last place is a quarter or an eighth of it."""
+
+    def summed(x):
+        return [jax.lax.reduce_sum_p.bind(x.astype(f"float8_{f}"), axes=(0,)).astype("float64") for f in FLOAT8]
+
+    for x, noisy in ((np.array([7.25, 0.1, 3.3]), True), (np.array([1.0, 2, 1]), False)):
+        step_noise = noise.noise(jax.jit(summed), jax.make_jaxpr(summed)(x), (x,))
+        assert [step_noise.explains(leaf, 0.1) for leaf in range(len(FLOAT8))] == [noisy] * len(FLOAT8)
+
+
+def test_whole_floats_whose_partial_sums_are_rounded_are_noise():
+    """Integers beyond 2**24 less their mean, which is taken in float32: the sum is whole in any order, but another."""
+
+    def residue(x):
+        return x - jax.numpy.mean(x).astype(x.dtype)
+
+    with jax.enable_x64(True):
+        for largest, noisy in ((2**31, True), (2**16, False)):
+            x = np.random.default_rng(0).integers(-largest, largest, 16).astype(np.int32)
+            step_noise = noise.noise(jax.jit(residue), jax.make_jaxpr(residue)(x), (x,))
+            assert step_noise.explains(0, np.inf) == noisy
 
 
 def test_whole_floats_that_are_rounded_are_noise():

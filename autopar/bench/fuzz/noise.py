@@ -8,10 +8,10 @@ unit besides (Monte Carlo arithmetic, Parker 1997). Bodies of loops, branches an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,14 +25,10 @@ PERTURBED = 8
 #: Relative changes of float64 arguments: some tens of units in the last place.
 EPSILON = 2.0**-47
 WIDE = ("float64", "complex128")
-#: A unit in the last place of floats, relative; whole numbers below 2 / unit are exact.
-UNITS = MappingProxyType(
-    dict.fromkeys(WIDE, 2.0**-52)
-    | {"float32": 2.0**-23, "complex64": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-)
 
 #: Sums, whose last digit depends on the order of their terms.
 SUMS = ("reduce_sum", "dot_general", "cumsum", "scatter-add", "add", "add_any", "sub")
+ELEMENTWISE_SUMS = ("add", "add_any", "sub")
 
 Changed = Callable[[Any, bool], Any]
 
@@ -57,8 +53,8 @@ class _Changed(OneByOne):
     changed: Changed = lambda x, exact: x
 
     def ran(self, equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
-        exact = equation.primitive.name not in SUMS or all(map(_is_whole, operands))
-        return [self.changed(x, exact) for x in results]
+        name = equation.primitive.name
+        return [self.changed(x, name not in SUMS or _adds_exactly(name, operands, x.dtype)) for x in results]
 
 
 def one_by_one(closed: Any, operands: Sequence[Any], changed: Changed = lambda x, exact: x) -> list[Any]:
@@ -70,10 +66,29 @@ def one_by_one(closed: Any, operands: Sequence[Any], changed: Changed = lambda x
     return _Changed(changed=changed).evaluate(closed, operands)
 
 
-def _is_whole(x: Any) -> bool:
-    """True unless an array holds a fraction."""
-    array = np.asarray(x) if str(getattr(x, "dtype", "")) in UNITS else np.zeros(())
-    return bool((array == np.round(array)).all())
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", np.bool_), np.inexact)
+
+
+def _widened(x: Any) -> Any:
+    """A float as a NumPy array of 64 bits per number."""
+    return np.asarray(x).astype(np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64)
+
+
+def _exact_below(dtype: Any) -> float:
+    """Whole numbers below this are exact: two over a unit in the last place."""
+    return 2 / float(jnp.finfo(dtype).eps)
+
+
+def _adds_exactly(name: str, operands: Sequence[Any], dtype: Any) -> bool:
+    """Whether a sum of floats is exact in any order: its terms are whole, and no partial sum can be rounded."""
+    floats = [_widened(x) for x in operands if _is_float(x)]
+    if not floats or not all((x == np.round(x)).all() for x in floats):
+        return not floats
+    if name in ELEMENTWISE_SUMS:
+        return sum(np.abs(x).max(initial=0) for x in floats) < _exact_below(dtype)
+    totals = [np.abs(x).sum() for x in floats]
+    return (math.prod(totals) if name == "dot_general" else sum(totals)) < _exact_below(dtype)
 
 
 def _rounded(x: Any, exact: bool, rng: np.random.Generator) -> Any:
@@ -81,12 +96,12 @@ def _rounded(x: Any, exact: bool, rng: np.random.Generator) -> Any:
 
     So do narrower ones than float64 if they are exact: but for the order of sums, operations round them alike.
     """
-    name = str(x.dtype)
-    if name not in UNITS or (exact and name not in WIDE):
+    if not _is_float(x) or (exact and str(x.dtype) not in WIDE):
         return x
-    values, unit = np.asarray(x), UNITS[name]
-    whole = exact & (values == np.round(values)) & (np.abs(values) < 2 / unit)
-    return jnp.asarray(np.where(whole, values, _moved(values, unit, rng)), x.dtype)
+    values = _widened(x)
+    whole = exact & (values == np.round(values)) & (np.abs(values) < _exact_below(x.dtype))
+    moved = _moved(values, float(jnp.finfo(x.dtype).eps), rng)
+    return jnp.asarray(np.where(whole, values, moved).astype(x.dtype))
 
 
 def _moved(x: Any, most: float, rng: np.random.Generator) -> Any:
