@@ -15,23 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.codegen.stages.shardings import StageShardings
+from autopar.codegen.stages.planned import PlannedPrograms
 from autopar.ir.op_sets import CALLBACKS
 from autopar.ir.train_state import in_place
 from autopar.passes.stages.divide import Stages
 
 
 def donated_to_updates(
-    shardings: StageShardings, placement: Sequence[int], donated: Collection[int]
+    planned: PlannedPrograms, placement: Sequence[int], donated: Collection[int]
 ) -> tuple[tuple[int, ...], ...]:
     """The arguments that are donated to each update, as values of the graph.
 
     Args:
-        shardings: the step and the shardings of its values.
+        planned: the step and the shardings of its values.
         placement: the rank of every stage.
         donated: positions of the arguments that the caller donates.
     """
-    stages, updates = shardings.stages, shardings.stages.updates
+    stages, updates = planned.stages, planned.stages.updates
     donated_values = {stages.split.graph.inputs[i] for i in donated}
     results = {a for a in stages.split.flat.outputs if isinstance(a, int)}
     readers, last, callbacks = _readers(stages), _last(stages), _callbacks(stages)
@@ -43,8 +43,8 @@ def donated_to_updates(
         if number < callbacks:
             continue
         shared = any(placement[s] == placement[owner] for s in readers.get(old, set[int]()) - {owner})
-        same_sharding = shardings.update_result(number, new).is_equivalent_to(
-            shardings.argument(owner, old), stages.split.graph.types[old].rank
+        same_sharding = planned.update_result(number, new).is_equivalent_to(
+            planned.argument(owner, old), stages.split.graph.types[old].rank
         )
         if updates.programs[number].stage == owner and same_sharding and not shared:
             update_of[old] = number

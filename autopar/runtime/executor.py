@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.codegen.stages.shardings import StageShardings
+from autopar.codegen.stages.planned import PlannedPrograms
 from autopar.errors import ArgumentError, StageError
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
@@ -260,7 +260,7 @@ class PipelineStep:
         traced: the step.
         stages: its stages.
         schedule: the order of its instructions.
-        shardings: the submesh of every stage, and the shardings on it.
+        planned: its programs before compilation, with the shardings of what they pass to each other.
         compiled: its programs.
         indices: per stage, the number of every microbatch, on its devices.
         blocking: wait for every instruction. An error then names its instruction and, before the updates, leaves the
@@ -273,7 +273,7 @@ class PipelineStep:
     traced: Traced
     stages: Stages
     schedule: Schedule
-    shardings: StageShardings
+    planned: PlannedPrograms
     compiled: CompiledPrograms
     indices: tuple[tuple[Any, ...], ...]
     blocking: bool = False
@@ -287,7 +287,7 @@ class PipelineStep:
         with several processes a copy on one device of each, which can then read them.
         """
         last = len(self.stages.stages) - 1
-        return self.shardings.replicated(last) if jax.process_count() == 1 else everywhere()
+        return self.planned.replicated(last) if jax.process_count() == 1 else everywhere()
 
     @cached_property
     def shared_results(self) -> tuple[int, ...]:
@@ -303,13 +303,13 @@ class PipelineStep:
     @cached_property
     def lowered_schedule(self) -> LoweredSchedule:
         """The schedule, lowered to calls of the compiled programs."""
-        return lower_schedule(self.shardings, self.schedule, self.compiled)
+        return lower_schedule(self.planned, self.schedule, self.compiled)
 
     @cached_property
     def argument_shardings(self) -> tuple[NamedSharding | None, ...]:
         """The sharding of every argument between steps; None for the batch."""
         batch, owners = self.stages.split.batch, self.stages.updates.owners
-        return tuple(None if v in batch else self.shardings.argument(owners[v], v) for v in self.traced.graph.inputs)
+        return tuple(None if v in batch else self.planned.argument(owners[v], v) for v in self.traced.graph.inputs)
 
     @cached_property
     def result_shardings(self) -> Mapping[int, NamedSharding]:

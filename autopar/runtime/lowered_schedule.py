@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from autopar.codegen.stages.shardings import StageShardings
+from autopar.codegen.stages.planned import PlannedPrograms
 from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer
 from autopar.runtime.programs import CompiledPrograms, begin_interface, not_donated
 from autopar.schedules.instructions import Instruction, Kind
@@ -119,26 +119,26 @@ class LoweredSchedule:
     order: tuple[Instruction, ...]
 
 
-def lower_schedule(shardings: StageShardings, schedule: Schedule, compiled: CompiledPrograms) -> LoweredSchedule:
+def lower_schedule(planned: PlannedPrograms, schedule: Schedule, compiled: CompiledPrograms) -> LoweredSchedule:
     """Lower a schedule to calls of compiled programs.
 
     Args:
-        shardings: the step in stages, and the shardings of its values.
+        planned: the step in stages, and the shardings of its values.
         schedule: the order of instructions.
         compiled: the programs.
     """
-    stages, placement = shardings.stages, schedule.pipeline.placement
+    stages, placement = planned.stages, schedule.pipeline.placement
     count = len(stages.stages)
     sends = {
-        transfer: LoweredSend(values, [shardings.value(transfer.target, v) for v in values])
+        transfer: LoweredSend(values, [planned.value(transfer.target, v) for v in values])
         for transfer, values in stages.transfers.items()
         if placement[transfer.source] != placement[transfer.target]
     }
     return LoweredSchedule(
-        tuple(_lower_begin(shardings, compiled, s) for s in range(count)),
+        tuple(_lower_begin(planned, compiled, s) for s in range(count)),
         {(s, kind): _lower_pass(stages, placement, compiled, s, kind) for s in range(count) for kind in PASS_KINDS},
         sends,
-        tuple(_lower_update(shardings, compiled, number) for number in range(len(compiled.updates))),
+        tuple(_lower_update(planned, compiled, number) for number in range(len(compiled.updates))),
         tuple(_dispatched(schedule, sends)),
     )
 
@@ -151,15 +151,15 @@ def _dispatched(schedule: Schedule, sends: Mapping[Transfer, LoweredSend]) -> It
             yield i
 
 
-def _sources(shardings: StageShardings, stage: int, values: Sequence[int]) -> tuple[ArgumentSource, ...]:
-    positions = {v: i for i, v in enumerate(shardings.stages.split.graph.inputs)}
-    return tuple((v, positions[v], shardings.argument(stage, v)) for v in values)
+def _sources(planned: PlannedPrograms, stage: int, values: Sequence[int]) -> tuple[ArgumentSource, ...]:
+    positions = {v: i for i, v in enumerate(planned.stages.split.graph.inputs)}
+    return tuple((v, positions[v], planned.argument(stage, v)) for v in values)
 
 
-def _lower_begin(shardings: StageShardings, compiled: CompiledPrograms, stage: int) -> LoweredBegin:
-    reads, whole, blocks = begin_interface(shardings.stages, stage)
-    every = tuple(dict.fromkeys((*reads, *shardings.stages.stages[stage].arguments)))
-    return LoweredBegin(compiled.begin[stage], reads, _sources(shardings, stage, every), whole, blocks)
+def _lower_begin(planned: PlannedPrograms, compiled: CompiledPrograms, stage: int) -> LoweredBegin:
+    reads, whole, blocks = begin_interface(planned.stages, stage)
+    every = tuple(dict.fromkeys((*reads, *planned.stages.stages[stage].arguments)))
+    return LoweredBegin(compiled.begin[stage], reads, _sources(planned, stage, every), whole, blocks)
 
 
 def _lower_pass(
@@ -181,8 +181,8 @@ def _lower_pass(
     )
 
 
-def _lower_update(shardings: StageShardings, compiled: CompiledPrograms, number: int) -> LoweredUpdate:
-    updates = shardings.stages.updates
+def _lower_update(planned: PlannedPrograms, compiled: CompiledPrograms, number: int) -> LoweredUpdate:
+    updates = planned.stages.updates
     update, donated = updates.programs[number], compiled.donated[number]
     maker = {v: n for n, earlier in enumerate(updates.programs[:number]) for v in earlier.writes}
 
@@ -190,17 +190,17 @@ def _lower_update(shardings: StageShardings, compiled: CompiledPrograms, number:
         return None if have == want else want
 
     totals = tuple(
-        (place, position, moved(shardings.total(place[0], t.value), shardings.update_total(number, t.value)))
+        (place, position, moved(planned.total(place[0], t.value), planned.update_total(number, t.value)))
         for t in update.totals
-        for place, position in [_total(shardings.stages, t.value)]
+        for place, position in [_total(planned.stages, t.value)]
     )
     return LoweredUpdate(
         compiled.updates[number],
         update.stage,
-        _sources(shardings, update.stage, donated),
-        _sources(shardings, update.stage, not_donated(update.arguments, donated)),
+        _sources(planned, update.stage, donated),
+        _sources(planned, update.stage, not_donated(update.arguments, donated)),
         totals,
-        tuple((v, moved(shardings.update_result(maker[v], v), shardings.update_read(number, v))) for v in update.reads),
+        tuple((v, moved(planned.update_result(maker[v], v), planned.update_read(number, v))) for v in update.reads),
         update.writes,
     )
 

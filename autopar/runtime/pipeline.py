@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.codegen.layouts import Layouts
-from autopar.codegen.stages.planned import PlannedPrograms, programs_of
+from autopar.codegen.stages.planned import PlannedPrograms, local_mesh, planned_programs
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op.pipelines import avals
 from autopar.passes.stages.divide import Stages
-from autopar.passes.stages.plan_all import CodegenStage, StagePlans
+from autopar.passes.stages.plan_all import CodegenStage, StagePlans, plan_stages
 from autopar.runtime.donation import donated_to_updates
 from autopar.runtime.executor import FIRST_LOOP, PipelineStep
 from autopar.runtime.programs import LoweredProgram, ProgramKey, compile_programs, lower_programs
@@ -40,7 +39,7 @@ def build(
     schedule: Schedule,
     meshes: Sequence[Mesh],
     *,
-    layouts: Layouts | StagePlans[CodegenStage] | None = None,
+    plans: StagePlans[CodegenStage] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     blocking: bool = False,
     donated: Collection[int] = (),
@@ -54,8 +53,7 @@ def build(
         stages: its stages.
         schedule: instruction lists for as many stages and microbatches, with the borders of the stages.
         meshes: the submesh of every rank.
-        layouts: a function that gives the layouts of values on the submeshes, or planned stages; None: planned here for
-            local devices.
+        plans: of its stages; None: planned here for local devices.
         compiler_options: of XLA.
         blocking: wait for every instruction.
         donated: positions of arguments whose buffers updates may reuse.
@@ -72,24 +70,23 @@ def build(
     if stages.first_loop is not None:
         first_schedule = forward_only(schedule.pipeline, stages.first_loop.borders)
         options: Any = {
-            "layouts": layouts if callable(layouts) else None,
             "compiler_options": compiler_options,
             "blocking": blocking,
             "prefix": FIRST_LOOP,
             "debug_nans": debug_nans,
         }
         before = build(traced, stages.first_loop, first_schedule, meshes, **options)
-    types = avals(traced, stages)
-    shardings = programs_of(stages, tuple(meshes[rank] for rank in placement), types, layouts)
-    stages = shardings.stages
-    donated_values = donated_to_updates(shardings, placement, () if debug_nans else donated)
-    compiled = compile_programs(shardings, shardings, types, donated_values, compiler_options, prefix, debug_nans)
+    types, submeshes = avals(traced, stages), [meshes[rank] for rank in placement]
+    planned = planned_programs(plans or plan_stages(stages, types, [*map(local_mesh, submeshes)]), submeshes)
+    stages = planned.stages
+    donated_values = donated_to_updates(planned, placement, () if debug_nans else donated)
+    compiled = compile_programs(planned, types, donated_values, compiler_options, prefix, debug_nans)
     indices = tuple(
-        tuple(place(np.int32(i), shardings.replicated(s)) for i in range(stages.split.count))
+        tuple(place(np.int32(i), planned.replicated(s)) for i in range(stages.split.count))
         for s in range(len(placement))
     )
     transport = Transport() if before is None else before.transport
-    return PipelineStep(traced, stages, schedule, shardings, compiled, indices, blocking, before, transport=transport)
+    return PipelineStep(traced, stages, schedule, planned, compiled, indices, blocking, before, transport=transport)
 
 
 def lower(
@@ -106,7 +103,7 @@ def lower(
     """
     have_devices = all(isinstance(mesh, Mesh) for mesh in programs.meshes)
     donated_values = donated_to_updates(programs, placement, donated if have_devices else ())
-    return lower_programs(programs, programs, avals(traced, programs.stages), donated_values, platform)
+    return lower_programs(programs, avals(traced, programs.stages), donated_values, platform)
 
 
 def _check(stages: Stages, schedule: Schedule, meshes: Sequence[Mesh]) -> None:

@@ -82,7 +82,7 @@ class PlannedStep:
             submeshes = self.submeshes()
             required = codegen.kernel_options(self.traced.graph, submeshes[0].devices.flat[0].platform)
             options: Any = {
-                "layouts": self.layouts,
+                "plans": self.layouts,
                 "compiler_options": {**required, **(compiler_options or {})},
                 "blocking": blocking,
                 "donated": self.plan.donated,

@@ -6,7 +6,7 @@
     update    (donated arguments, other arguments, totals, values of other updates)
                                                        -> values
 
-`autopar.codegen.stages.shardings` gives their functions and shardings. Whole values are the same for every microbatch.
+`autopar.codegen.stages.planned` gives their functions and shardings. Whole values are the same for every microbatch.
 Accumulators are donated from pass to pass, so that accumulation is part of the pass that makes a gradient. Arguments of
 the caller are donated to updates alone (donation.py): the state is valid while passes run. All operands are tuples of
 arrays in the order of the lists of values in `autopar.passes.stages.divide`. Programs are traced one after another,
@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.codegen.stages.shardings import ProgramBodies, StageShardings
+from autopar.codegen.stages.planned import PlannedPrograms
 from autopar.ir.graph import Graph
 from autopar.passes.microbatch.loop import slice_block
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
@@ -69,8 +69,7 @@ def begin_interface(stages: Stages, stage: int) -> tuple[tuple[int, ...], tuple[
 
 
 def compile_programs(
-    shardings: StageShardings,
-    functions: ProgramBodies,
+    planned: PlannedPrograms,
     avals: Sequence[Any],
     donated: tuple[tuple[int, ...], ...],
     options: Mapping[str, Any] | None = None,
@@ -80,19 +79,18 @@ def compile_programs(
     """Compile all programs of a step in stages.
 
     Args:
-        shardings: the step, and the shardings of its values.
-        functions: of the programs.
+        planned: the step, the shardings of its values, and the functions of its programs.
         avals: shape and dtype of every argument of the step.
         donated: per update, the arguments that are donated to it.
         options: of XLA's compiler.
         prefix: of the names of compiled modules.
         debug_nans: search results for NaN; nothing is donated, and `donated` has to be empty.
     """
-    stages = shardings.stages
+    stages = planned.stages
     with ThreadPoolExecutor(THREADS) as pool:
         futures = {
-            key: pool.submit(program.compiled, shardings.replicated(key[0]), options)
-            for key, program in lower_programs(shardings, functions, avals, donated, None, prefix, debug_nans)
+            key: pool.submit(program.compiled, planned.replicated(key[0]), options)
+            for key, program in lower_programs(planned, avals, donated, None, prefix, debug_nans)
         }
     programs: Mapping[ProgramKey, Callable[..., Any]] = {key: future.result() for key, future in futures.items()}
     count = range(len(stages.stages))
@@ -142,8 +140,7 @@ class LoweredProgram:
 
 
 def lower_programs(
-    shardings: StageShardings,
-    functions: ProgramBodies,
+    planned: PlannedPrograms,
     avals: Sequence[Any],
     donated: tuple[tuple[int, ...], ...],
     platform: str | None = None,
@@ -153,14 +150,14 @@ def lower_programs(
     """Every program, lowered, in an order in which each reads results of earlier ones.
 
     Args:
-        shardings, functions, avals, donated: as of `compile_programs`.
+        planned, avals, donated: as of `compile_programs`.
         platform: to lower for; None: that of the devices.
         prefix: of the names of compiled modules.
         debug_nans: as of `compile_programs`.
     """
-    stages = shardings.stages
+    stages = planned.stages
     arguments = dict(zip(stages.split.graph.inputs, avals, strict=True))
-    lowering = _ProgramLowering(shardings, functions, donated, arguments, platform, prefix, debug_nans)
+    lowering = _ProgramLowering(planned, donated, arguments, platform, prefix, debug_nans)
     for key in program_order(stages):
         yield key, lowering.program(*key)
 
@@ -193,8 +190,7 @@ class _ProgramLowering:
     """Lowers one program after another.
 
     Attributes:
-        shardings: the step, and the shardings of its values.
-        functions: of the programs.
+        planned: the step, the shardings of its values, and the functions of its programs.
         donated: per update, the arguments that are donated to it.
         arguments: type of every argument.
         platform: to lower for; None: that of the devices.
@@ -203,8 +199,7 @@ class _ProgramLowering:
         whole, blocks, value_types, sums, totals: types of the results of the programs so far.
     """
 
-    shardings: StageShardings
-    functions: ProgramBodies
+    planned: PlannedPrograms
     donated: tuple[tuple[int, ...], ...]
     arguments: Mapping[int, Any]
     platform: str | None = None
@@ -218,7 +213,7 @@ class _ProgramLowering:
 
     @property
     def stages(self) -> Stages:
-        return self.shardings.stages
+        return self.planned.stages
 
     def program(self, stage: int, part: str | int) -> LoweredProgram:
         """A program of `program_order`; those before it are lowered."""
@@ -229,16 +224,16 @@ class _ProgramLowering:
     def begin(self, stage: int) -> LoweredProgram:
         """The program that runs before the passes of a stage."""
         reads, whole, blocks = begin_interface(self.stages, stage)
-        passes, split, to = self.stages.stages[stage].passes, self.stages.split, self.shardings
+        passes, split, to = self.stages.stages[stage].passes, self.stages.split, self.planned
 
         def begin(*arrays: Any) -> Any:
             inputs = dict(zip(reads, arrays, strict=True))
-            outer = self.functions.begin(stage, inputs) if whole else {}
+            outer = self.planned.begin(stage, inputs) if whole else {}
             cut = [[slice_block(inputs[v], split.batch[v], split.count, k) for k in range(split.count)] for v in blocks]
             # replicated, so that making blocks needs no communication; unconstrained, XLA would shard the batch first
             stacks = [jax.lax.with_sharding_constraint(jnp.stack(ks), to.replicated(stage)) for ks in cut]
             sums = {
-                k: tuple(self.functions.accumulator(stage, t.value).zero() for t in pass_.totals)
+                k: tuple(self.planned.accumulator(stage, t.value).zero() for t in pass_.totals)
                 for k, pass_ in passes.items()
             }
             return tuple(outer[v] for v in whole), tuple(stacks), sums
@@ -262,7 +257,7 @@ class _ProgramLowering:
         return program
 
     def _summed(self, stage: int, pass_: Pass) -> tuple[NamedSharding, ...]:
-        return tuple(self.shardings.total(stage, t.value) for t in pass_.totals)
+        return tuple(self.planned.total(stage, t.value) for t in pass_.totals)
 
     def run(self, stage: int, kind: Kind) -> LoweredProgram:
         """The program of one pass."""
@@ -274,12 +269,12 @@ class _ProgramLowering:
                 v: jax.lax.dynamic_index_in_dim(a, index, 0, False) for v, a in zip(pass_.blocks, blocks, strict=True)
             }
             local.update(zip(pass_.reads, reads, strict=True))
-            parts, written = self.functions.run(stage, kind, outer, local, index)
-            adding = [self.functions.accumulator(stage, t.value).add for t in pass_.totals]
+            parts, written = self.planned.run(stage, kind, outer, local, index)
+            adding = [self.planned.accumulator(stage, t.value).add for t in pass_.totals]
             added = (add(carry, part, index) for add, carry, part in zip(adding, sums, parts, strict=True))
             return tuple(added), written
 
-        to = self.shardings
+        to = self.planned
         whole = tuple(to.whole(stage, v) for v in pass_.whole)
         blocks = tuple(to.blocks(stage, v) for v in pass_.blocks)
         reads = tuple(to.value(stage, v) for v in pass_.reads)
@@ -307,13 +302,13 @@ class _ProgramLowering:
 
         def run(old: Any, arguments: Any, totals: Any, reads: Any) -> Any:
             totals_by_value = {
-                t.value: self.functions.accumulator(self.source(t.value), t.value).finish(a)
+                t.value: self.planned.accumulator(self.source(t.value), t.value).finish(a)
                 for t, a in zip(update.totals, totals, strict=True)
             }
             values = dict(zip((*donated, *rest), (*old, *arguments), strict=True))
-            return self.functions.update(number, values, totals_by_value, dict(zip(update.reads, reads, strict=True)))
+            return self.planned.update(number, values, totals_by_value, dict(zip(update.reads, reads, strict=True)))
 
-        to = self.shardings
+        to = self.planned
         totals = tuple(self.totals[t.value] for t in update.totals)
         shardings = (
             tuple(to.argument(update.stage, v) for v in donated),
@@ -360,7 +355,7 @@ class _ProgramLowering:
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=out, donate_argnums=donate, keep_unused=True)
         traced = jitted.trace(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(types)))
         lowered = traced.lower(lowering_platforms=(self.platform,) if self.platform else None)
-        return LoweredProgram(lowered, traced.jaxpr, self.functions.graph(key[0]), self.debug_nans)
+        return LoweredProgram(lowered, traced.jaxpr, self.planned.graph(key[0]), self.debug_nans)
 
 
 def not_donated(arguments: Sequence[int], donated: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import StagePlans, plan_stages
-from autopar.runtime import PipelineStep, build, data_parallel
+from autopar.runtime import PipelineStep, build
 from autopar.schedules import Size, bounds, check, make
 from autopar.zoo import build as zoo
 from tests.runtime.test_runtime import QUICK, assert_close
@@ -56,7 +56,6 @@ def planned(
     alpha: float = 1e-6,
     beta: float = 1e-9,
     options: Options | None = None,
-    layouts: Any = None,
 ) -> tuple[PipelineStep, StagePlans]:
     """The step in as many stages as submeshes, planned for links of these figures."""
     traced = trace(model, *args)
@@ -69,8 +68,7 @@ def planned(
     size = Size(len(shapes), count)
     listed = check(make(schedule, size, stages.borders), bounds(schedule, size))
     submeshes = grids(shapes)
-    chosen = plans if layouts is None else layouts(stages.split, submeshes, range(len(shapes)))
-    return build(traced, stages, listed, submeshes, layouts=chosen, compiler_options=QUICK), plans
+    return build(traced, stages, listed, submeshes, plans=plans, compiler_options=QUICK), plans
 
 
 def _mesh(shape: tuple[int, ...], alpha: float, beta: float) -> Any:
@@ -149,16 +147,6 @@ def test_gradients_are_summed_over_devices_once_per_step() -> None:
     assert sums == partial == [parameters[0], parameters[1] - 1]  # and the loss, a scalar, in every microbatch
 
 
-def test_without_a_plan_they_are_summed_in_every_microbatch() -> None:
-    model, (state, batch) = arguments("gpt-toy", batch=32)
-    step, _ = planned(model.step, (state, batch), ((4,), (4,)), count=4, layouts=data_parallel)
-    counts_by_program = {name: collectives(program)["all-reduce"] for name, program in step.programs.items()}
-    assert counts_by_program["stage 0 B"] > 0
-    assert counts_by_program["stage 1 B"] > 0
-    assert not any(n for name, n in counts_by_program.items() if "update" in name)
-    assert_close(step(state, batch), jax.jit(model.step, compiler_options=QUICK)(state, batch))
-
-
 def test_narrow_gradients_are_added_up_in_float32() -> None:
     model = zoo("mlp-toy", dtype="bfloat16", batch=32)
     args = jax.jit(model.init)(jax.random.key(0)), model.make_batch(jax.random.key(1))
@@ -235,7 +223,7 @@ def test_what_is_handed_over_lies_alike_on_both_ends() -> None:
     step, plans = planned(wide, args, ((2, 2), (2, 2)))
     for transfer, values in plans.stages.transfers.items():
         for v in values:
-            assert step.shardings.value(transfer.source, v).spec == step.shardings.value(transfer.target, v).spec
+            assert step.planned.value(transfer.source, v).spec == step.planned.value(transfer.target, v).spec
 
 
 def one_stage_per_layer() -> tuple[Any, Any]:

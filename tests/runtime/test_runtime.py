@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from autopar import jax_compat
 from autopar.api import parallelize
@@ -151,27 +151,6 @@ def test_a_scan_whose_layers_share_a_weight(schedule: str) -> None:
     assert_close(parallelize(step, mesh=(4,), **options)(*args), jax.jit(step)(*args))
 
 
-def test_a_layout_of_the_users_own() -> None:
-    """Weights cut along a second axis, as a tensor-parallel stage has them."""
-    model = zoo("mlp-toy", dtype="float64")
-    state, batch = jax.jit(model.init)(jax.random.key(0)), model.make_batch(jax.random.key(1))
-    traced = trace(model.step, state, batch)
-    layers = find(traced.graph)
-    stages = divide(split(traced.graph, 2), layers, (1,))
-    devices = np.array(jax.devices()).reshape(2, 2, 2)
-    meshes = [Mesh(d, ("data", "model")) for d in devices]
-    held = stages.updates.owners
-
-    def layouts(stage: int, value: int) -> PartitionSpec:
-        cut = value in held and traced.graph.types[value].rank == 2
-        return PartitionSpec("model") if cut else PartitionSpec()
-
-    step = build(traced, stages, make("1f1b", Size(2, 2)), meshes, layouts=layouts, compiler_options=QUICK)
-    got = step(state, batch)
-    assert_close(got, jax.jit(model.step)(state, batch))
-    assert got[0]["params"]["blocks"][0]["w1"].sharding.spec == PartitionSpec("model")
-
-
 def test_results_that_nothing_computes() -> None:
     """A closed-over array, a number, an argument and the batch itself come back."""
     table = jnp.arange(3.0)
@@ -200,7 +179,7 @@ def test_state_lives_where_its_stage_is(small: tuple[PipelineStep, Any, Any]) ->
     graph = step.traced.graph
     for value, path, leaf in zip(graph.inputs, graph.input_paths, jax.tree.leaves(new), strict=False):
         stage = step.stages.updates.owners[value]
-        assert leaf.sharding == step.shardings.argument(stage, value), path
+        assert leaf.sharding == step.planned.argument(stage, value), path
     again, _ = step(new, batch)
     assert [a.sharding for a in jax.tree.leaves(again)] == [a.sharding for a in jax.tree.leaves(new)]
 

@@ -132,7 +132,7 @@ def _watched(step: PipelineStep, leaves: list[Any], repeats: int) -> tuple[Clock
 def _concerns(step: PipelineStep, op: str, stage: int, to: int) -> bool:
     """Whether an instruction has work for this process."""
     stages = (stage, to) if op == "send" else (stage,)
-    return op != "free" and any(is_here(step.shardings.replicated(s)) for s in stages)
+    return op != "free" and any(is_here(step.planned.replicated(s)) for s in stages)
 
 
 def _count(step: PipelineStep) -> int:

@@ -1,6 +1,6 @@
 """Programs of pipeline stages.
 
-    in     the stages of a step, and a plan of each, or hand-written shardings
+    in     the stages of a step, and a plan of each
     out    functions for `jax.jit`, several per stage: forward and backward passes, update
 
 Read `programs` first, then `planned`.

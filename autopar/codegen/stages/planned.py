@@ -18,10 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import jax_compat
 from autopar.codegen.context import AnyMesh
 from autopar.codegen.host_memory import between_steps, to_device, to_host
-from autopar.codegen.layouts import Layouts
 from autopar.codegen.stages.programs import Key, ProgramInterfaces, StageEmitter, program_interfaces
-from autopar.codegen.stages.shardings import Values
-from autopar.codegen.stages.unplanned import UnplannedPrograms
 from autopar.codegen.value_numbering import ValueNumbers, key_of, number_values, renumber
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.graph import Graph
@@ -31,13 +28,16 @@ from autopar.passes.microbatch.programs import AccumulatedValue
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import BEGIN, update_name
 from autopar.passes.stages.offload import next_values
-from autopar.passes.stages.plan_all import CodegenStage, StagePlans, plan_stages
+from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.schedules.instructions import Kind
+
+#: Arrays by number.
+Values = Mapping[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedPrograms:
-    """`StageShardings` and `ProgramBodies` of planned stages.
+    """The functions of the programs of planned stages, and the shardings of the arrays that they pass to each other.
 
     Attributes:
         stages: the step, with the lists of values that its programs have.
@@ -58,6 +58,7 @@ class PlannedPrograms:
     offloaded: frozenset[int] = frozenset()
 
     def graph(self, stage: int) -> Graph:
+        """The graph whose operations the tags in a stage's programs name."""
         return self.emitters[stage].graph
 
     def stored(self, stage: int) -> frozenset[Key]:
@@ -70,28 +71,34 @@ class PlannedPrograms:
     # Shardings
 
     def replicated(self, stage: int) -> NamedSharding:
+        """A copy on every device of a stage."""
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
     def value(self, stage: int, value: int) -> NamedSharding:
+        """A value of one microbatch that a pass of the stage makes or reads."""
         out = self._sent(stage).get(value)
         if out is not None:
             return self.emitters[stage].result_sharding(out)
         return self._sharding_of(stage, self.keys[stage].local.get(value))
 
     def whole(self, stage: int, value: int) -> NamedSharding:
+        """A value that is the same for every microbatch and that passes read: an argument, or one of the prologue."""
         return self._sharding_of(stage, self.keys[stage].whole.get(value))
 
     def argument(self, stage: int, value: int) -> NamedSharding:
+        """An argument of the step; the batch is replicated, and each device takes its microbatches from it."""
         if value in self.stages.split.batch:
             return self.replicated(stage)
         on_device = self._sharding_of(stage, key_of(self.emitters[stage].plan.graph.arguments.get(value)))
         return between_steps(on_device, value in self.offloaded and self.stages.updates.owners[value] == stage)
 
     def blocks(self, stage: int, value: int) -> NamedSharding:
+        """All microbatches of an argument, stacked along a leading dimension."""
         block = self._sharding_of(stage, key_of(self.emitters[stage].plan.graph.blocks[value]))
         return NamedSharding(self.meshes[stage], PartitionSpec(None, *block.spec))
 
     def total(self, stage: int, value: int) -> NamedSharding:
+        """The accumulator of a total, in the stage whose passes make it."""
         part = self._parts(stage).get(value)
         if part is not None:
             spec = self.emitters[stage].result_sharding(part).spec
@@ -99,14 +106,17 @@ class PlannedPrograms:
         return self._sharding_of(stage, key_of(self.emitters[stage].plan.graph.local[value]))
 
     def update_total(self, number: int, value: int) -> NamedSharding:
+        """The accumulator of a total, as update `number` reads it."""
         stage, source = self.stages.updates.programs[number].stage, self.totals[value][0]
         return self.total(stage, value) if stage == source else self.replicated(stage)
 
     def update_read(self, number: int, value: int) -> NamedSharding:
+        """A value of another update, as update `number` reads it."""
         stage = self.stages.updates.programs[number].stage
         return self._sharding_of(stage, self.keys[stage].updates.get(value))
 
     def update_result(self, number: int, value: int) -> NamedSharding:
+        """A value that update `number` writes."""
         stage = self.stages.updates.programs[number].stage
         out = self._results(stage).get(value)
         if out is None:
@@ -136,6 +146,7 @@ class PlannedPrograms:
     # Functions
 
     def accumulator(self, stage: int, total: int) -> Accumulator:
+        """How the parts of a total are accumulated over microbatches."""
         if total in self._parts(stage):  # the updates of the plan join the parts
             return replace(self.programs.accumulator(self.totals[total][1]), finish=lambda parts: parts)
         key = key_of(self.emitters[stage].plan.graph.local[total])
@@ -143,6 +154,7 @@ class PlannedPrograms:
         return self.programs.accumulator(self.totals[total][1], lead)
 
     def begin(self, stage: int, arguments: Values) -> Values:
+        """The values of the prologue that passes read."""
         graph = self.emitters[stage].plan.graph
         inputs: dict[Key, Any] = {(graph.arguments[v], None): x for v, x in arguments.items() if v in graph.arguments}
         wanted = {n: key for n, key in self.keys[stage].whole.items() if n not in graph.arguments}
@@ -152,6 +164,7 @@ class PlannedPrograms:
     def run(
         self, stage: int, kind: Kind, whole: Values, local: Values, index: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """A pass on blocks and values of one microbatch: its part of every total, and the values that it writes."""
         emitter, keys, graph = self.emitters[stage], self.keys[stage], self.emitters[stage].plan.graph
         pass_, sent = self.stages.stages[stage].passes[kind], self._sent(stage)
         inputs: dict[Key, Any] = {(graph.index, None): index}
@@ -172,6 +185,7 @@ class PlannedPrograms:
         return parts, tuple(written)
 
     def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
+        """The values that an update writes."""
         update = self.stages.updates.programs[number]
         emitter, graph = self.emitters[update.stage], self.emitters[update.stage].plan.graph
         keys, results = self.keys[update.stage].updates, self._results(update.stage)
@@ -203,22 +217,6 @@ class PlannedPrograms:
 
 def _part(values: Mapping[Key, Any], atom: Any) -> Any:
     return values[atom, None] if isinstance(atom, int) else jnp.asarray(atom.value)
-
-
-def programs_of(
-    stages: Stages, meshes: Sequence[Mesh], avals: Sequence[Any], layouts: Layouts | StagePlans[CodegenStage] | None
-) -> UnplannedPrograms | PlannedPrograms:
-    """The programs of a step in stages, and the shardings of its values.
-
-    Args:
-        stages: the step.
-        meshes: the submesh of every stage.
-        avals: shape and dtype of every argument of the step.
-        layouts: a function that gives layouts, or planned stages; None: planned here for these meshes of local devices.
-    """
-    if callable(layouts):
-        return UnplannedPrograms(stages, tuple(meshes), layouts)
-    return planned_programs(layouts or plan_stages(stages, avals, [local_mesh(mesh) for mesh in meshes]), meshes)
 
 
 def local_mesh(mesh: Mesh) -> LogicalMesh:
