@@ -48,11 +48,6 @@ def workers() -> int:
     return min(MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
-def runs_in_processes(tasks: int) -> bool:
-    """Whether this many tasks run in other processes, so that results are pickled."""
-    return _workers(tasks) > 1
-
-
 def results(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """The results of the tasks, in order; the first exception of a task is raised here."""
     return with_barrier([partial(_silent, task) for task in tasks])

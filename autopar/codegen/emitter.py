@@ -79,9 +79,7 @@ class Emitter:
             self._store_folded(op, operands, transpose)
         elif any(leads):
             self._store(op, self._bind_partial(op, operands, leads), max(leads, key=len))
-        elif op.name == CONVOLUTION and (
-            kept or (is_grouped(op) and self.context.rules[op.signature].origin != "user")
-        ):
+        elif op.name == CONVOLUTION and (kept or self._is_run_in_groups(op)):
             array, lead = split_convolution(self.context, op, operands)
             self._store(op, [array], lead)
         elif kept:
