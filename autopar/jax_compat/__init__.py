@@ -336,6 +336,21 @@ def element_read(equation: Any) -> tuple[Any, ...] | None:
     return tuple(getattr(indexers[0], "indices", ())) or None
 
 
+def slices_written(equation: Any) -> tuple[tuple[Any, int], ...] | None:
+    """(start, number of elements) along each dimension of what a kernel's write covers; None for other writes.
+
+    A start is an atom or a number. Tried on 0.10.2.
+    """
+    indexers = jax.tree.unflatten(equation.params["tree"], equation.invars[2:])
+    indices = getattr(indexers[0], "indices", ()) if len(indexers) == 1 else ()
+    slices = [
+        tuple(getattr(i, name, other) for name, other in (("start", i), ("size", 1), ("stride", 1))) for i in indices
+    ]
+    is_scalar = [getattr(getattr(start, "aval", start), "shape", ()) == () for start, *_ in slices]
+    regular = all(is_scalar) and all(isinstance(size, int) and stride == 1 for _, size, stride in slices)
+    return tuple((start, size) for start, size, _ in slices) if slices and regular else None
+
+
 def is_tpu_kernel(params: Mapping[str, Any]) -> bool:
     """Whether a `pallas_call` has parameters of the compiler for TPUs. Tried on 0.10.2 and 0.12.0."""
     return type(params["compiler_params"]).__module__.startswith("jax._src.pallas.mosaic.") and not params["interpret"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -221,6 +222,41 @@ def reset_by_a_call() -> Kernel:
     return of_rows(body, scratch_shapes=[pltpu.VMEM((8, 8), jnp.float32)])
 
 
+def row_by_row(
+    index: Callable[[Any], Any], bounds: tuple[int, int] = (0, 8), read: Callable[[Any], Any] | None = None
+) -> Callable[..., None]:
+    """A body that writes rows of scratch memory in a loop, and may read some there, before it copies all of them."""
+
+    def body(x: Any, out: Any, kept: Any) -> None:
+        def step(i: Any, total: Any) -> Any:
+            total = total if read is None else total + kept[read(i)].sum()
+            kept[index(i)] = 2 * x[index(i)] + total
+            return total
+
+        total = jax.lax.fori_loop(*bounds, step, jnp.float32(0))
+        out[...] = kept[...] + total
+
+    return body
+
+
+def written_in_nested_loops(x: Any, out: Any, kept: Any) -> None:
+    """Elements of each row in an inner loop, which overwrites a row of its own that is copied."""
+
+    def row(i: Any, _: Any) -> None:
+        jax.lax.fori_loop(0, 8, lambda j, _: kept.__setitem__((j, slice(None)), x[i] * j), None)
+        out[i] = kept[...].sum(0)
+
+    jax.lax.fori_loop(0, 8, row, None)
+
+
+def overwritten_in_each_iteration(x: Any, out: Any, kept: Any) -> None:
+    def add(i: Any, total: Any) -> Any:
+        kept[...] = x[...] * i
+        return total + kept[...]
+
+    out[...] = jax.lax.fori_loop(0, 3, add, jnp.zeros((8, 8))) + kept[...]
+
+
 def reads_the_first(table: Any, x: Any, out: Any) -> None:
     out[...] = x[...] + table[0]
 
@@ -241,6 +277,18 @@ CUT: dict[str, tuple[Callable[[], Kernel], tuple[int, ...]]] = {
     "in place": (in_place, (0,)),
     "cost estimate": (with_estimate, (0,)),
     "reset by a call": (reset_by_a_call, (0,)),
+    **{
+        name: (partial(of_rows, body, scratch_shapes=[pltpu.VMEM((8, 8), jnp.float32)]), (0,))
+        for name, body in {
+            "rows written in a loop": row_by_row(lambda i: i),
+            "rows written backwards": row_by_row(lambda i: 7 - i),
+            "rows written in pairs": row_by_row(lambda i: pl.ds(2 * i, 2), (0, 4)),
+            "rows written from another number": row_by_row(lambda i: i - 3, (3, 11)),
+            "rows written twice": row_by_row(lambda i: jax.lax.rem(i, 8), (0, 16)),
+            "rows written in an inner loop": written_in_nested_loops,
+            "overwritten in each iteration": overwritten_in_each_iteration,
+        }.items()
+    },
 }
 
 
@@ -315,6 +363,41 @@ def reset_too_late(x: Any, out: Any, total: Any) -> None:
 
 def reads_what_it_overwrites(x: Any, out: Any, total: Any) -> None:
     out[...] = jax.ref.swap(total, ..., x[...])
+
+
+def swaps_in_a_call(x: Any, out: Any, total: Any) -> None:
+    out[...] = jax.jit(lambda new: jax.ref.swap(total, ..., new))(x[...])
+
+
+def swaps_in_a_loop(x: Any, out: Any, total: Any) -> None:
+    out[...] = jax.lax.fori_loop(0, 1, lambda _, new: jax.ref.swap(total, ..., new), x[...])
+
+
+def writes_some_rows(x: Any, out: Any, kept: Any) -> None:
+    """Which ones depends on the data."""
+
+    def step(i: Any, _: Any) -> None:
+        pl.when(x[i, 0] > 0)(lambda: kept.__setitem__(i, x[i]))
+
+    jax.lax.fori_loop(0, 8, step, None)
+    out[...] = kept[...]
+
+
+def writes_a_column_of_a_row(x: Any, out: Any, kept: Any) -> None:
+    def step(i: Any, _: Any) -> None:
+        kept[i, i] = x[i, i]
+
+    jax.lax.fori_loop(0, 8, step, None)
+    out[...] = kept[...]
+
+
+def writes_rows_in_no_iteration(x: Any, out: Any, kept: Any) -> None:
+    def step(c: Any, _: Any) -> Any:
+        kept[...] = x[...]
+        return c, None
+
+    jax.lax.scan(step, 0, None, length=0)
+    out[...] = kept[...]
 
 
 def sums_in_a_loop(x: Any, out: Any, total: Any) -> None:
@@ -392,6 +475,20 @@ REFUSED: dict[str, tuple[Callable[[], Kernel], str]] = {
     "scratch memory of the run before": (lambda: of_rows(reset_too_late, **SCRATCH), "reads scratch memory"),
     "scratch memory swapped": (lambda: of_rows(reads_what_it_overwrites, **SCRATCH), "reads scratch memory"),
     "scratch memory in a loop": (lambda: of_rows(sums_in_a_loop, **SCRATCH), "reads scratch memory"),
+    **{
+        name: (partial(of_rows, body, **SCRATCH), "reads scratch memory")
+        for name, body in {
+            "scratch memory swapped in a call": swaps_in_a_call,
+            "scratch memory swapped in a loop": swaps_in_a_loop,
+            "all rows but the last": row_by_row(lambda i: i, (0, 7)),
+            "all rows but the first": row_by_row(lambda i: i + 1, (0, 7)),
+            "every second row": row_by_row(lambda i: 2 * i, (0, 4)),
+            "rows read before they are written": row_by_row(lambda i: i, read=lambda i: 7 - i),
+            "rows by the data": writes_some_rows,
+            "the diagonal": writes_a_column_of_a_row,
+            "no iteration": writes_rows_in_no_iteration,
+        }.items()
+    },
     "reversed": (lambda: of_rows(identity, block(lambda i: (3 - i, 0))), "block indices of operand 0 are computed"),
     "reversed result": (lambda: of_rows(identity, out_spec=block(lambda i: (3 - i, 0))), "block indices of result 0"),
     "rotated": (lambda: of_rows(identity, block(lambda i: ((i + 1) % 4, 0))), "block indices of operand 0"),

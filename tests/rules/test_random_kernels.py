@@ -36,14 +36,16 @@ pytestmark = pytest.mark.core
 def random_kernels(draw: Any) -> Kernel:
     """Two operands and a result over a grid of up to three axes; index maps in order, reversed and constant.
 
-    Dimensions of the result are in any order, and blocks are of one or two.
+    Scratch memory may be overwritten, at once or in a loop over its rows or some of them. Dimensions of the result are
+    in any order, and blocks are of one or two.
     """
     grid = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 4]), min_size=1, max_size=3)))
     maps = st.sampled_from([*["axis"] * 8, "reversed", "zero"])
     sizes = st.sampled_from([2, 2, 1])
     of_operands = [[(draw(maps), draw(st.integers(0, len(grid) - 1)), draw(sizes)) for _ in range(2)] for _ in range(2)]
     of_result = [(draw(maps), axis, draw(sizes)) for axis in draw(st.permutations(range(len(grid))))]
-    scratch = draw(st.sampled_from(["none", "none", "reset", "reset at the start of the last axis", "carried"]))
+    scratch = draw(st.sampled_from(["none", "none", "reset", "reset at the start of the last axis", "loop", "carried"]))
+    rows = draw(st.sampled_from([(0, 1, 2), (0, 1, 2), (1, -1, 2), (0, 1, 1), (1, 0, 2)]))
     place = draw(st.sampled_from([*[None] * 6, *range(len(grid))]))
 
     def spec(dims: Any) -> tuple[pl.BlockSpec, tuple[int, ...]]:
@@ -60,9 +62,14 @@ def random_kernels(draw: Any) -> Kernel:
             kept[0][...] = jnp.zeros((2, 2), jnp.int32)
         if scratch == "reset at the start of the last axis":
             pl.when(pl.program_id(len(grid) - 1) == 0)(lambda: kept[0].__setitem__(..., jnp.zeros((2, 2), jnp.int32)))
+        if scratch == "loop":
+            first, step, count = rows
+            jax.lax.fori_loop(
+                0, count, lambda i, _: kept[0].__setitem__(first + step * i, jnp.zeros(2, jnp.int32)), None
+            )
         if kept:
             kept[0][...] += value
-            value = kept[0][0, 1]
+            value = kept[0][0, 1] + 5 * kept[0][1, 0]
         out[...] = jnp.broadcast_to(value, out.shape) + jnp.arange(out.shape[-1], dtype=jnp.int32)
 
     specs = [spec(dims) for dims in of_operands]
@@ -86,11 +93,12 @@ def test_random_kernels_are_whole_when_cut(kernel: Kernel) -> None:
     assert_cut_is_whole(kernel)
 
 
-def test_some_random_kernels_are_cut_with_scratch_memory_and_places() -> None:
+@pytest.mark.parametrize("primitive", ["program_id", "scan"])
+def test_some_random_kernels_are_cut_with_scratch_memory_and_places_or_loops(primitive: str) -> None:
     def is_wanted(kernel: Kernel) -> bool:
         op = call_of(kernel)
         free = any(axis.size > 1 and not axis.obstacle for axis in pallas.grid_axes(op.params))
-        return free and len(op.params["jaxpr"].invars) > 3 and "program_id" in str(op.params["jaxpr"])
+        return free and len(op.params["jaxpr"].invars) > 3 and primitive in str(op.params["jaxpr"])
 
     assert assert_cut_is_whole(find(random_kernels(), is_wanted, settings=FIRST)) > 0
 

@@ -1,7 +1,8 @@
 """Whether a kernel overwrites memory that all runs share before it reads it.
 
 The body is followed from its first equation, with the scalars whose values are fixed where some axes of the grid are at
-their start. A buffer counts as overwritten once a store covers all its elements, in every branch that may be taken.
+their start. A buffer counts as overwritten once a store covers all its elements, in every branch that may be taken; or
+behind a loop of a known length, whose stores cover them together, as `buffer[i] = x` for each i.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.ir.jaxpr.kernel_work import SCALAR
+from autopar import jax_compat
+from autopar.ir.jaxpr.kernel_work import MOST_POINTS, SCALAR
 from autopar.rules.pallas.places import called
 
 
@@ -36,7 +39,7 @@ class Initialisation:
             scalars: its scalars whose values are fixed; added to.
             written: buffers that are overwritten so far; added to.
         """
-        used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars}
+        used = {id(atom) for atoms in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for atom in atoms}
         return all(self._equation(equation, scratch, scalars, written, used) for equation in jaxpr.eqns)
 
     def _equation(
@@ -49,6 +52,8 @@ class Initialisation:
             scalars[equation.outvars[0]] = 0
         elif name == "cond":
             return self._branches(equation, buffers, values, written)
+        elif name == "scan":
+            return self._loop(equation, buffers, values, written)
         elif (inner := called(equation)) is not None:
             return self._call(inner, buffers, values, written)
         elif name == "swap" and buffers[0] is not None and id(equation.outvars[0]) not in used:
@@ -82,3 +87,81 @@ class Initialisation:
         good = all(self._call(b, buffers[1:], values[1:], w) for b, w in zip(branches, after, strict=True))
         written.update(set.intersection(*after))
         return good
+
+    def _loop(self, equation: Any, buffers: Sequence[int | None], values: Sequence[Any], written: set[int]) -> bool:
+        """A loop, of which any iteration may be the first; after it, what it writes in each or in all together."""
+        body, constants = equation.params["jaxpr"].jaxpr, jax_compat.scan_counts(equation.params)[0]
+        fixed = [*values[:constants], *[None] * (len(values) - constants)]
+        after = set(written)
+        if not self._call(body, buffers, fixed, after):
+            return False
+        if equation.params["length"] > 0:
+            scratch = {v: buffer for v, buffer in zip(body.invars, buffers, strict=True) if buffer is not None}
+            written.update(after, _covered(body, scratch, _counters(equation, values)))
+        return True
+
+
+def _counters(equation: Any, values: Sequence[Any]) -> dict[Any, NDArray[Any]]:
+    """The variables in the body of a loop that count its iterations, with their values in each."""
+    body, (constants, carries) = equation.params["jaxpr"].jaxpr, jax_compat.scan_counts(equation.params)
+    producers = {out: inner for inner in body.eqns for out in inner.outvars}
+    counters: dict[Any, NDArray[Any]] = {}
+    for variable, result, first in zip(
+        body.invars[constants:], body.outvars[:carries], values[constants:], strict=False
+    ):
+        adds = None if isinstance(result, jex.Literal) else producers.get(result)
+        if adds is None or adds.primitive.name != "add" or adds.invars[0] is not variable or first is None:
+            continue
+        step = adds.invars[1]
+        is_counter = isinstance(step, jex.Literal) and np.issubdtype(variable.aval.dtype, np.integer)
+        if is_counter and equation.params["length"] <= MOST_POINTS:
+            counted = int(first) + int(step.val) * np.arange(equation.params["length"])
+            counters[variable] = counted.astype(variable.aval.dtype)  # in which it may wrap
+    return counters
+
+
+def _covered(body: Any, scratch: Mapping[Any, int], values: dict[Any, NDArray[Any]]) -> set[int]:
+    """The buffers of which a loop's stores cover every element.
+
+    Args:
+        body: of the loop.
+        scratch: its variables that are buffers.
+        values: its scalars that are known, with their values in each iteration; added to.
+    """
+    covered: set[int] = set()
+    for equation in body.eqns:
+        name, operands = equation.primitive.name, equation.invars
+        if name == "swap" and not isinstance(operands[0], jex.Literal) and operands[0] in scratch:
+            if _covers(jax_compat.slices_written(equation), operands[0].aval.shape, values):
+                covered.add(scratch[operands[0]])
+        elif name in SCALAR and equation.outvars[0].aval.shape == ():
+            arguments = [_in_each(atom, values) for atom in operands]
+            by_zero = name in ("div", "rem") and arguments[1] is not None and not np.all(arguments[1])
+            if not by_zero and all(argument is not None for argument in arguments):
+                result = np.asarray(SCALAR[name](*arguments))
+                values[equation.outvars[0]] = result.astype(equation.outvars[0].aval.dtype)
+    return covered
+
+
+def _covers(slices: Sequence[tuple[Any, int]] | None, shape: Sequence[int], values: Mapping[Any, NDArray[Any]]) -> bool:
+    """Whether a store into so many elements from these starts, in each iteration, covers a buffer of this shape."""
+    if slices is None:
+        return False
+    parts = [d for d, (_, size) in enumerate(slices) if size != shape[d]]
+    if len(parts) != 1:
+        return False
+    start, size = slices[parts[0]]
+    first = _in_each(start, values)
+    if first is None:
+        return False
+    elements = (np.ravel(first)[:, None] + np.arange(size)).ravel()
+    return bool(elements.min() >= 0 and np.array_equal(np.unique(elements), np.arange(shape[parts[0]])))
+
+
+def _in_each(atom: Any, values: Mapping[Any, NDArray[Any]]) -> Any:
+    """The values of a scalar in each iteration; None if they are not known."""
+    if isinstance(atom, int | np.integer):
+        return np.asarray(atom)
+    if isinstance(atom, jex.Literal):
+        return np.asarray(atom.val) if np.ndim(atom.val) == 0 else None
+    return values.get(atom)
