@@ -469,7 +469,7 @@ REFUSED: dict[str, tuple[Callable[[], Kernel], str]] = {
         "result 0 has no dimension of it: it accumulates over this axis",
     ),
     "running sum": (lambda: of_rows(running_sum, **SCRATCH), "reads scratch memory"),
-    "running sum that begins at zero": (lambda: of_rows(running_sum_reset_first, **SCRATCH), "program_id(0)"),
+    "running sum that begins at zero": (lambda: of_rows(running_sum_reset_first, **SCRATCH), "scratch memory"),
     "half of the scratch memory": (lambda: of_rows(half_reset, **SCRATCH), "reads scratch memory"),
     "scratch memory reset by the data": (lambda: of_rows(reset_sometimes, **SCRATCH), "reads scratch memory"),
     "scratch memory of the run before": (lambda: of_rows(reset_too_late, **SCRATCH), "reads scratch memory"),

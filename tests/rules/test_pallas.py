@@ -203,6 +203,9 @@ def test_planned_kernels_equal_the_whole(mesh: tuple[int, ...]) -> None:
     parallel = autopar.parallelize(step, mesh=mesh, cluster=dear(mesh), donate_argnums=())
     plan = parallel.plan(w, x)
     assert not any("pallas_call runs replicated" in note for note in plan.notes)
+    (note,) = [note for note in plan.notes if "pallas_call" in note]
+    assert "is not cut (2 times, first at kernels.py:" in note
+    assert "along grid axis 2: result 0 has no dimension of it: it accumulates over this axis" in note
     assert autopar.verify(plan, step, w, x, target="cpu").ok
     for ours, theirs in zip(parallel(w, x), jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,6 @@
 """What a plan notes of a program, on one mesh or of a stage.
 
-operations that run replicated                                               -> replicated_operations
+operations that run replicated, kernels that are cut along some axes         -> replicated_operations
 products that a backend computes more than once                              -> masked_products
 attention cut along its positions: keys gathered, and passed round           -> attention_over_positions
 uneven shares of the FLOPs                                                   -> uneven_loads
@@ -23,14 +23,14 @@ from autopar.ir.op_sets import XLA_RAGGED_PRODUCTS
 from autopar.ir.problem import Ints
 from autopar.ir.text import seconds, size
 from autopar.plans.imbalance import Imbalance
-from autopar.rules import cudnn, manual
+from autopar.rules import cudnn, manual, pallas
 from autopar.rules.inherent import reason
 from autopar.rules.ragged import batches_rows
 
 
 def replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
-    """A note per kind of operation that runs replicated, with the reason."""
-    return [*_without_a_cut(graph, grouping), *dict.fromkeys(_partly_manual(graph))]
+    """A note per kind of operation that runs replicated, and per kernel that some of its grid's axes keep whole."""
+    return [*_without_a_cut(graph, grouping), *_partly_cut(graph, grouping), *dict.fromkeys(_partly_manual(graph))]
 
 
 def masked_products(graph: Graph, device: Device) -> list[str]:
@@ -127,6 +127,20 @@ def _without_a_cut(graph: Graph, grouping: Grouping) -> list[str]:
     return [
         f"{name} runs replicated ({n} times{f', first at {line}' if line else ''}): {why}"
         for (name, why), (n, line) in whole.items()
+    ]
+
+
+def _partly_cut(graph: Graph, grouping: Grouping) -> list[str]:
+    """A note per kernel that is cut along some axes of its grid, on those along which it is not, with the reason."""
+    kernels: dict[tuple[str, str], list[str]] = {}
+    for op in (graph.by_index[c.op] for c in grouping.groups if c.op >= 0):
+        rule = grouping.rules[op.signature]
+        if op.name == "pallas_call" and rule.origin == "autopar" and rule.free:
+            kernels.setdefault((op.params["name"], pallas.uncut_axes(op.params, rule)), []).append(op.source)
+    return [
+        f"pallas_call {name} is not cut ({len(lines)} times{f', first at {lines[0]}' if lines[0] else ''}) along {why}"
+        for (name, why), lines in kernels.items()
+        if why
     ]
 
 

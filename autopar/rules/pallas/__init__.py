@@ -19,3 +19,4 @@ from autopar.rules.pallas.parts import grid_axes as grid_axes
 from autopar.rules.pallas.parts import obstacles as obstacles
 from autopar.rules.pallas.parts import part_params as part_params
 from autopar.rules.pallas.parts import rule as rule
+from autopar.rules.pallas.parts import uncut_axes as uncut_axes

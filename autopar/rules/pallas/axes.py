@@ -92,10 +92,13 @@ def _axis(params: Params, axis: int, places: Places, unread: Sequence[int]) -> G
         for number, (block, of) in enumerate(zip(places.blocks, counted, strict=True))
         if number not in shared
     )
-    obstacle = (
-        next(filter(None, of_blocks), "")
-        or obstacle_of_call(params, dims)
+    results = range(mapping.num_inputs, len(counted))
+    sums = [number - mapping.num_inputs for number in results if not counted[number] and number not in shared]
+    obstacle = (  # first what no other way of writing the kernel would change
+        (f"result {sums[0]} has no dimension of it: it accumulates over this axis" if sums else "")
         or _obstacle_of_body(params, axis, dims, places, {mapping.num_index_operands + number for number in shared})
+        or next(filter(None, of_blocks), "")
+        or obstacle_of_call(params, dims)
     )
     return GridAxis(mapping.grid[axis], dims, obstacle)
 
@@ -111,8 +114,6 @@ def _obstacle_of_blocks(mapping: Any, number: int, counted: Mapping[int, BlockDi
     for d, dim in counted.items():
         if not covers(dim, mapping.grid[axis]):
             return f"its blocks do not cover dimension {d} of {name} exactly"
-    if is_result and not counted:
-        return f"{name} has no dimension of it: it accumulates over this axis"
     return ""
 
 
@@ -141,8 +142,6 @@ def _obstacle_of_body(
     `unread`: results, counted behind the operands, that all runs share and nothing reads.
     """
     mapping, body, axes = params["grid_mapping"], params["jaxpr"], body_axes(params)
-    if axis in places.used or axis in places.compared:
-        return f"the kernel uses program_id({axes.index(axis)})"
     state = state_of(params)
     if state:
         return f"the kernel has state that all runs share ({', '.join(state)})"
@@ -155,6 +154,8 @@ def _obstacle_of_body(
     at_start = frozenset(axes.index(a) for a in axes if a > axis)
     if scratch and not Initialisation(at_start).run(body, scratch, {}, set()):
         return "the kernel reads scratch memory that a run before has written"
+    if axis in places.used or axis in places.compared:
+        return f"the kernel uses program_id({axes.index(axis)})"
     return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -73,9 +73,18 @@ def obstacles(params: Params) -> str:
     """Why no axis of a kernel's grid is cut, in words."""
     if params["grid_mapping"].num_dynamic_grid_bounds:
         return "its grid is known at run time only"
-    axes = [(i, axis) for i, axis in enumerate(grid_axes(params)) if axis.size > 1]
-    reasons = "; ".join(f"grid axis {i}: {axis.obstacle}" for i, axis in axes if axis.obstacle)
-    return reasons or "its grid has a single point"
+    return _reasons(enumerate(grid_axes(params))) or "its grid has a single point"
+
+
+def uncut_axes(params: Params, rule: Rule) -> str:
+    """Why axes of a kernel's grid along which its rule cuts nothing are not cut, in words; "" if there are none."""
+    sides, free = (*rule.operands, *rule.results), {*rule.free}
+    cuts = [{sides[i][d] for i, d in enumerate(axis.dims) if d is not None} for axis in grid_axes(params)]
+    return _reasons((i, axis) for i, axis in enumerate(grid_axes(params)) if not cuts[i] & free)
+
+
+def _reasons(axes: Iterable[tuple[int, GridAxis]]) -> str:
+    return "; ".join(f"grid axis {i}: {axis.obstacle}" for i, axis in axes if axis.size > 1 and axis.obstacle)
 
 
 def bind_part(
