@@ -38,8 +38,8 @@ def run(spec: Mapping[str, Any], repeats: int, tell: Callable[[str], None] = lam
     """Medians over `repeats` processes.
 
     Args:
-        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, attention, solver, memory_budget, remat,
-            offload, per_microbatch; from_cache.
+        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, attention, selective_scan, solver,
+            memory_budget, remat, offload, per_microbatch; from_cache.
         repeats: number of processes.
         tell: hears of each as it ends.
 
@@ -91,7 +91,7 @@ def summarise(measurements: Sequence[Result]) -> Result:
 
 def work(spec: Mapping[str, Any]) -> Iterator[Result]:
     """One measurement."""
-    changes = {name: spec.get(name) for name in ("layers", "batch", "seq", "attention")}
+    changes = {name: spec.get(name) for name in ("layers", "batch", "seq", "attention", "selective_scan")}
     fn, args = targets.load(spec["model"], **changes)
     mesh, cluster, folder = spec.get("mesh"), spec.get("cluster"), spec.get("folder")
     target_cluster = targets.cluster(cluster, spec.get("hosts"), mesh) if cluster else None

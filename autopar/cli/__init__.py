@@ -25,6 +25,7 @@ from autopar.cli.options import (
     Layers,
     Offload,
     PerMicrobatch,
+    SelectiveScan,
     Seq,
     Target,
     TimeLimit,
@@ -117,12 +118,15 @@ def rules(
     batch: Batch = None,
     seq: Seq = None,
     attention: Attention = None,
+    selective_scan: SelectiveScan = None,
     as_json: Json = False,
 ) -> None:
     """List each distinct operation of TARGET: how often it occurs, name, operands, rule, and whose rule it is."""
     from autopar.zoo import targets
 
-    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq, attention=attention)
+    fn, args = targets.load(
+        target, layers=layers, batch=batch, seq=seq, attention=attention, selective_scan=selective_scan
+    )
     for row in _rules(fn, args):
         if as_json:
             show(row)

@@ -26,6 +26,7 @@ from autopar.cli.options import (
     Plot,
     Remat,
     Repeats,
+    SelectiveScan,
     Seq,
     Solver,
     finish,
@@ -50,6 +51,7 @@ def bench_plan(
     batch: Batch = None,
     seq: Seq = None,
     attention: Attention = None,
+    selective_scan: SelectiveScan = None,
     solver: Solver = "auto",
     memory_budget: MemoryBudget = None,
     remat: Remat = "auto",
@@ -66,6 +68,7 @@ def bench_plan(
     spec = {
         "model": model, "mesh": mesh_sizes, "cluster": cluster, "hosts": hosts,
         "layers": layers, "batch": batch, "seq": seq, "attention": attention,
+        "selective_scan": selective_scan,
         "solver": solver, "memory_budget": memory_budget,
         "remat": remat, "offload": offload, "per_microbatch": words(per_microbatch, ()),
         "from_cache": from_cache,

@@ -37,6 +37,13 @@ def attentions(incomplete: str) -> list[str]:
     return _beginning(NAMES, incomplete)
 
 
+def selective_scans(incomplete: str) -> list[str]:
+    """Names of the selective scan of a zoo model."""
+    from autopar.zoo.layers.selective_scan import SCANS
+
+    return _beginning(SCANS, incomplete)
+
+
 def strategies(incomplete: str) -> list[str]:
     """Strategies, each with the colon before its axis."""
     from autopar.passes.strategies import STRATEGIES

@@ -41,6 +41,13 @@ Attention = Annotated[
         autocompletion=completion.attentions,
     ),
 ]
+SelectiveScan = Annotated[
+    str | None,
+    typer.Option(
+        help="of mamba: associative or pallas; default: associative",
+        autocompletion=completion.selective_scans,
+    ),
+]
 Dtype = Annotated[str | None, typer.Option(help="dtype of parameters and computation, such as bfloat16")]
 Solver = Annotated[str, typer.Option(help="auto, cbc or highs", autocompletion=completion.values("solver"))]
 Gap = Annotated[

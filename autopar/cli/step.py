@@ -30,6 +30,7 @@ from autopar.cli.options import (
     PlanFile,
     Remat,
     ScheduleName,
+    SelectiveScan,
     Seq,
     Solver,
     Stages,
@@ -59,6 +60,7 @@ class Step:
     batch: Batch = None
     seq: Seq = None
     attention: Attention = None
+    selective_scan: SelectiveScan = None
     memory_budget: MemoryBudget = None
     remat: Remat = "auto"
     num_microbatches: Microbatches = None
@@ -95,7 +97,14 @@ class Step:
         from autopar.zoo import targets
 
         self._check_has_step()
-        return targets.load(self.target, layers=self.layers, batch=self.batch, seq=self.seq, attention=self.attention)
+        return targets.load(
+            self.target,
+            layers=self.layers,
+            batch=self.batch,
+            seq=self.seq,
+            attention=self.attention,
+            selective_scan=self.selective_scan,
+        )
 
     def devices(self, default: int) -> int:
         """The number of devices of the mesh that is asked for, or that a saved plan has; or of the cluster."""

@@ -23,6 +23,7 @@ from autopar.zoo import (
     ctc,
     gpt,
     llama3,
+    mamba,
     mlp,
     moe,
     resnet,
@@ -50,6 +51,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mlp": Family(mlp.SIZES, mlp.build),
         "gpt": Family(gpt.SIZES, gpt.build),
         "llama3": Family(llama3.SIZES, llama3.build),
+        "mamba": Family(mamba.SIZES, mamba.build),
         "moe": Family(moe.SIZES, moe.build),
         "wresnet": Family(wresnet.SIZES, wresnet.build),
         "vit": Family(vit.SIZES, vit.build),
@@ -78,6 +80,7 @@ TOYS: tuple[str, ...] = (
     "gpt-toy-tied",
     "llama3-toy",
     "llama3-toy-scan",
+    "mamba-toy",
     "moe-toy",
     "moe-toy-dropless",
     "wresnet-toy",
@@ -109,6 +112,7 @@ def build(
     seq: int | None = None,
     dtype: str | None = None,
     attention: str | None = None,
+    selective_scan: str | None = None,
 ) -> Model:
     """The model named by `target`, with some of its dimensions replaced.
 
@@ -122,17 +126,19 @@ def build(
         batch: global batch, in sequences, images or rows.
         seq: tokens per sequence.
         attention: "naive", "dot_product", "cudnn" or "splash" -> `autopar.zoo.layers.attention`.
+        selective_scan: "associative" or "pallas" -> `autopar.zoo.layers.selective_scan`.
         dtype: the floating dtype of parameters, optimizer state and computation alike, such as "float64".
 
     Raises:
         ArgumentError: an unknown target, a suffix or keyword the family has no use for, a dtype that is not floating,
-            a size below 1, an attention that does not take the model's sizes, or a library that is not installed.
+            a size below 1, an attention that does not take the model's sizes, a scan that is not known, or a library
+            that is not installed.
     """
     base, suffixes = _split(target)
     family, size = _find(target, base)
     config = FAMILIES[family].sizes[size]
-    sizes = {"layers": layers, "batch": batch, "seq": seq, "attention": attention}
-    changes: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
+    given = {"layers": layers, "batch": batch, "seq": seq, "attention": attention, "selective_scan": selective_scan}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     changes |= dict.fromkeys(suffixes, True)
     if "scan" in suffixes and size == "toy" and layers is None:
         changes["layers"] = 2 * config.layers  # a scan of two is too short to cut into stages
@@ -172,7 +178,8 @@ def _replace(target: str, config: Any, changes: Mapping[str, Any]) -> Any:
     fields = {field.name for field in dataclasses.fields(config)}
     wrong = [key for key in changes if key not in fields]
     if wrong:
-        usable = [key for key in ("layers", "batch", "seq", "precision", "attention", *SUFFIXES) if key in fields]
+        alternatives = ("layers", "batch", "seq", "precision", "attention", "selective_scan", *SUFFIXES)
+        usable = [key for key in alternatives if key in fields]
         raise ArgumentError(f"{target!r} takes no {wrong[0]!r}; it takes: {', '.join(usable)}")
     for key, value in changes.items():
         if isinstance(value, int) and value < 1:

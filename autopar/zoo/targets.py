@@ -33,21 +33,24 @@ def load(
     batch: int | None = None,
     seq: int | None = None,
     attention: str | None = None,
+    selective_scan: str | None = None,
 ) -> Loaded:
     """(step, arguments); the arguments of a zoo model are ShapeDtypeStructs.
 
     Raises:
         ArgumentError: an unknown name, a file or function that is not there, fails or returns something else, or sizes
-            or an attention for a file.
+            or a kernel for a file.
     """
     file, colon, name = target.rpartition(":")
     if target.endswith(".py"):
         raise ArgumentError(f"{target}: give a function too, such as {_functions(Path(target))}")
     if not colon:
-        model = zoo.build(target, layers=layers, batch=batch, seq=seq, attention=attention)
+        model = zoo.build(
+            target, layers=layers, batch=batch, seq=seq, attention=attention, selective_scan=selective_scan
+        )
         return model.step, model.abstract_args()
-    if any(given is not None for given in (layers, batch, seq, attention)):
-        raise ArgumentError(f"layers, batch, seq and attention change zoo models only, not {target!r}")
+    if any(given is not None for given in (layers, batch, seq, attention, selective_scan)):
+        raise ArgumentError(f"layers, batch, seq, attention and selective_scan change zoo models only, not {target!r}")
     return _from_file(Path(file), name)
 
 

@@ -105,12 +105,17 @@ def test_attention_changes_the_kernel_of_the_model(autopar):
     assert "dot_product_attention_bwd_wrapper(" in out
 
 
+def test_selective_scan_changes_the_kernel_of_the_model(autopar):
+    _, out, _ = autopar("rules", "mamba-toy", "--selective-scan", "pallas")
+    assert out.count("pallas_call(") == 2
+
+
 @pytest.mark.parametrize(
     ("target", "attention", "message"),
     [
         ("gpt-125m", "flash", "attention='flash' of 'gpt-125m' is not known; use naive, dot_product, cudnn, splash"),
         ("mlp-toy", "cudnn", "'mlp-toy' takes no 'attention'"),
-        ("train.py:example", "cudnn", "layers, batch, seq and attention change zoo models only"),
+        ("train.py:example", "cudnn", "layers, batch, seq, attention and selective_scan change zoo models only"),
     ],
 )
 def test_an_attention_that_a_target_has_not_is_one_line(autopar, target, attention, message):

@@ -30,6 +30,7 @@ def offered(line: str) -> list[str]:
         ("autopar plan gpt-toy --offload a", ["auto", "all"]),
         ("autopar plan gpt-toy --solver h", ["highs"]),
         ("autopar plan gpt-toy --attention d", ["dot_product"]),
+        ("autopar plan mamba-toy --selective-scan p", ["pallas"]),
         ("autopar plan gpt-toy --stages s", ["search"]),
         ("autopar explain gpt-toy out:0 --pins m", ["megatron:"]),
     ],

@@ -158,6 +158,8 @@ def test_size_is_as_its_name_says(target, billions, tolerance):
         ("t5-large", 737_668_096, 0),
         ("speech-small", 241_734_912, 1500 * 768),
         ("speech-large", 1_543_490_560, 1500 * 1280),
+        ("mamba-130m-tied", 129_135_360, 0),
+        ("mamba-2.8b-tied", 2_768_345_600, 0),
         ("clip-b32", 151_277_313, 12 * (768 + 512)),
         ("clip-l14", 427_616_513, 24 * 1024 + 12 * 768),
         ("resnet-50", 25_557_032, 0),
@@ -210,7 +212,7 @@ def test_float64_without_64_bit_mode_is_refused():
         build("gpt-toy", dtype="float64")
 
 
-SCANNED = ("gpt", "llama3", "moe", "mlp", "vit", "rnn", "bert", "t5", "speech", "clip", "ctc")
+SCANNED = ("gpt", "llama3", "mamba", "moe", "mlp", "vit", "rnn", "bert", "t5", "speech", "clip", "ctc")
 
 
 @pytest.mark.parametrize("family", sample(SCANNED, ["gpt", "llama3", "moe", "mlp", "rnn", "t5"]))

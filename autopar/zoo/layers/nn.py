@@ -42,7 +42,7 @@ def dense(params: Mapping[str, jax.Array], x: jax.Array, dims: int = 1) -> jax.A
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     """Layer normalisation over the last dimension (Ba et al., 2016)."""
-    wide = _widen(x)
+    wide = widen(x)
     centred = lax.sub(wide, _leading(_mean(wide), x.shape))
     return add_bias(_scaled(centred, scale, x.dtype), bias)
 
@@ -54,7 +54,7 @@ def norm(params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Root mean square normalisation over the last dimension (Zhang and Sennrich, 2019)."""
-    return _scaled(_widen(x), scale, x.dtype)
+    return _scaled(widen(x), scale, x.dtype)
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -151,7 +151,7 @@ def _heads(params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Arra
 
 def softmax(x: jax.Array) -> jax.Array:
     """Softmax over the last dimension, in float32 or wider, in x's dtype again at the end."""
-    wide = _widen(x)
+    wide = widen(x)
     top = lax.stop_gradient(lax.reduce_max(wide, (x.ndim - 1,)))
     weights = lax.exp(lax.sub(wide, _leading(top, x.shape)))
     total = lax.reduce_sum(weights, (x.ndim - 1,))
@@ -193,17 +193,18 @@ def lookup(table: jax.Array, ids: jax.Array, dtype: str) -> jax.Array:
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean softmax cross-entropy of logits [...,V] and integer labels [...], in float32 or wider."""
-    return optax.softmax_cross_entropy_with_integer_labels(_widen(logits), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(widen(logits), labels).mean()
 
 
 def weighted_cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
     """`cross_entropy` of each label, averaged with weights [...] that sum to the number of labels that count."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(_widen(logits), labels)
+    losses = optax.softmax_cross_entropy_with_integer_labels(widen(logits), labels)
     weights = weights.astype(losses.dtype)
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def _widen(x: jax.Array) -> jax.Array:
+def widen(x: jax.Array) -> jax.Array:
+    """x in float32, or in its dtype if that is wider."""
     return lax.convert_element_type(x, jnp.promote_types(x.dtype, jnp.float32))
 
 
