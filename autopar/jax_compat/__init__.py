@@ -339,7 +339,7 @@ def element_read(equation: Any) -> tuple[Any, ...] | None:
 def slices_written(equation: Any) -> tuple[tuple[Any, int], ...] | None:
     """(start, number of elements) along each dimension of what a kernel's write covers; None for other writes.
 
-    A start is an atom or a number. Tried on 0.10.2.
+    A start is an atom or a number. Tried on 0.10.2 and 0.12.0.
     """
     indexers = jax.tree.unflatten(equation.params["tree"], equation.invars[2:])
     indices = getattr(indexers[0], "indices", ()) if len(indexers) == 1 else ()
