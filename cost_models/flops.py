@@ -13,6 +13,7 @@ from autopar.cost_models.compute import conv_flops
 from autopar.cost_models.kernels import KERNELS, kernel_flops
 from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
 from autopar.ir.jaxpr.kernel_work import dot_flops
+from autopar.ir.keyed import totals
 from autopar.ir.op_sets import ALL_PRODUCTS, RAGGED_PRODUCTS, XLA_RAGGED_PRODUCTS
 from autopar.rules.manual import MANUAL, call_of
 from autopar.rules.ragged import batches_rows
@@ -90,9 +91,7 @@ def model_flops(graph: Graph) -> float:
 
 def main_dtype(graph: Graph) -> str:
     """The dtype that most FLOPs are done in; float32 where there are none. Ties go to the first by name."""
-    done: dict[str, float] = {}
-    for dtype, flops_done in _by_dtype(graph):
-        done[dtype] = done.get(dtype, 0.0) + flops_done
+    done = totals(_by_dtype(graph))
     return max(sorted(done), key=lambda d: done[d]) if done else "float32"
 
 

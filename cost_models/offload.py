@@ -18,6 +18,7 @@ from autopar.cost_models.sharding.groups import Model
 from autopar.cost_models.sharding.strategies import share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.keyed import grouped
 from autopar.ir.problem import Floats, Ints, Node, Problem
 
 WAYS = 2  # to the device and back
@@ -58,10 +59,7 @@ _Leaf = tuple[int, tuple[int, ...]]
 
 
 def _by_group(model: Model, graph: Graph, hosted: Sequence[int]) -> Mapping[int, list[_Leaf]]:
-    leaves_by_group: dict[int, list[_Leaf]] = {}
-    for group, leaf in _leaves(model, graph, hosted):
-        leaves_by_group.setdefault(group, []).append(leaf)
-    return leaves_by_group
+    return grouped(_leaves(model, graph, hosted))
 
 
 def _leaves(model: Model, graph: Graph, hosted: Sequence[int]) -> Iterator[tuple[int, _Leaf]]:

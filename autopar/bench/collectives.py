@@ -20,6 +20,7 @@ from autopar.errors import ArgumentError
 from autopar.hardware.algorithms import ALGORITHMS, COLLECTIVES, Algorithm, two_level_time
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.links import slowest
+from autopar.ir.keyed import grouped
 from autopar.ir.text import seconds as duration
 from autopar.ir.text import size
 from autopar.ir.text import table as grid
@@ -182,9 +183,7 @@ def plot(result: Result, path: Path) -> None:
     """Seconds against bytes, a line per algorithm, as a picture; see `autopar.plans.views.picture`."""
     title = f"{result['kind']}, {result['workers']} workers of {result['cluster']}"
     sizes = [2.0**k for k in range(6, 33)]
-    lines: dict[tuple[float, float], list[str]] = {}
-    for row in result["rows"]:
-        lines.setdefault((row["latency_s"], row["s_per_byte"]), []).append(row["algorithm"])
+    lines = grouped(((row["latency_s"], row["s_per_byte"]), row["algorithm"]) for row in result["rows"])
     with picture(path, title, xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, s") as axes:
         for i, ((latency, slope), names) in enumerate(lines.items()):
             times = [latency + slope * b for b in sizes]

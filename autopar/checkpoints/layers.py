@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.checkpoints.folder import Entry
+from autopar.ir.keyed import grouped
 
 Shape = tuple[int, ...]
 
@@ -44,9 +45,7 @@ def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Entry]) -> Mapping[
     for name in saved:
         for stacked, position, number in _without_number(name):
             unstacked.setdefault((stacked, position), {})[number] = name
-    stacks: dict[str, list[Mapping[int, str]]] = {}
-    for (stacked, _), rows in unstacked.items():
-        stacks.setdefault(stacked, []).append(rows)
+    stacks = grouped((stacked, rows) for (stacked, _), rows in unstacked.items())
     pairs = ((name, _source(name, shape, saved, stacks)) for name, shape in wanted.items())
     return {name: source for name, source in pairs if source is not None}
 

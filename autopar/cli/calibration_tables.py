@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from autopar.hardware.calibrate import Calibration, Fit
+from autopar.ir.keyed import grouped
 from autopar.ir.text import size, table
 
 HEADS = ("", "measured", "fitted", "error")
@@ -36,9 +37,7 @@ def text(calibration: Calibration) -> str:
 
 def errors(fits: Sequence[Fit]) -> Mapping[str, float]:
     """First word of what was measured -> median relative error."""
-    kinds: dict[str, list[float]] = {}
-    for f in fits:
-        kinds.setdefault(f.what.split()[0], []).append(f.error)
+    kinds = grouped((f.what.split()[0], f.error) for f in fits)
     return {kind: statistics.median(values) for kind, values in sorted(kinds.items())}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.ir.graph import Graph
+from autopar.ir.keyed import grouped
 from autopar.ir.on_graph import cached_on_graph
 
 #: Parts of paths that mark optimizer state: fields of optax's states, and usual names of arguments.
@@ -33,9 +34,7 @@ def match_state(graph: Graph) -> Mapping[int, int]:
     """
     if graph.carried is not None:
         return graph.carried
-    by_tail: dict[str, list[int]] = {}
-    for i, path in enumerate(graph.input_paths):
-        by_tail.setdefault(path.split("/", 1)[-1], []).append(i)
+    by_tail = grouped((path.split("/", 1)[-1], i) for i, path in enumerate(graph.input_paths))
     arguments = list(dict.fromkeys(path.split("/", 1)[0] for path in graph.input_paths))
     full = {path: i for i, path in enumerate(graph.input_paths)}
     claimed: set[int] = set()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 from autopar.ir.collective import Collective, wire_bytes
+from autopar.ir.keyed import grouped
 
 _CHAINABLE = ("all-gather", "reduce-scatter")
 
@@ -64,9 +65,7 @@ def group_size(axes: Iterable[str], axis_sizes: Mapping[str, int]) -> int:
 
 def group(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Equal pieces merged, counts added, in sorted order; a tag or source stays where all merged pieces share it."""
-    groups: dict[_Key, list[Collective]] = {}
-    for c in collectives:
-        groups.setdefault(_key(c), []).append(c)
+    groups = grouped((_key(c), c) for c in collectives)
     return tuple(
         Collective(*key, sum(c.count for c in cs), _shared(c.op for c in cs), _shared(c.source for c in cs))
         for key, cs in sorted(groups.items(), key=lambda item: item[0])
@@ -210,9 +209,7 @@ def differences(c: Comparison) -> list[str]:
     """What differs, in words: a line for the pieces of one source line that are equal."""
     lines: list[str] = []
     for title, side in (("predicted but not emitted", c.predicted_only), ("emitted but not predicted", c.emitted_only)):
-        alike: dict[Hashable, list[Collective]] = {}
-        for x in side:
-            alike.setdefault((x.kind, x.axes, x.bytes, x.source), []).append(x)
+        alike = grouped(((x.kind, x.axes, x.bytes, x.source), x) for x in side)
         lines += [f"{title}: {_together(pieces)}" for pieces in alike.values()]
     return lines
 

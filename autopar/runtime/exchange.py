@@ -20,6 +20,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from autopar.ir.keyed import grouped
+
 #: (begin, end) along every dimension.
 Box = tuple[tuple[int, int], ...]
 
@@ -51,14 +53,10 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
         source, target: device -> its box. The boxes of the source cover the array.
         owners: device -> its process.
     """
-    holders: dict[Box, list[int]] = {}
-    for device, box in source.items():
-        holders.setdefault(box, []).append(device)
+    holders = grouped((box, device) for device, box in source.items())
     # devices that hold the same box send in turn
     turns = {box: cycle(devices) for box, devices in holders.items()}
-    replicas: dict[Box, list[int]] = {}
-    for device, box in target.items():
-        replicas.setdefault(box, []).append(device)
+    replicas = grouped((box, device) for device, box in target.items())
 
     def sender(box: Box, receiver: int) -> int:
         devices = holders[box]
@@ -90,10 +88,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
 
 
 def _by_process(devices: Sequence[int], owners: Mapping[int, Hashable]) -> list[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for device in devices:
-        groups.setdefault(owners[device], []).append(device)
-    return list(groups.values())
+    return list(grouped((owners[device], device) for device in devices).values())
 
 
 def intersection(a: Box, b: Box) -> Box | None:

@@ -41,6 +41,7 @@ from autopar.cost_models.precision import rounded, rounds
 from autopar.hardware.description import Device
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Body, Graph, Op
+from autopar.ir.keyed import grouped
 from autopar.ir.layout import Layout, local_shape
 
 
@@ -446,10 +447,7 @@ def _merge_elementwise(
 
 def _values(loops: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
     """Loop -> the values that it computes."""
-    values: dict[int, list[int]] = {}
-    for value, loop in loops.items():
-        values.setdefault(loop, []).append(value)
-    return values
+    return grouped((loop, value) for value, loop in loops.items())
 
 
 def _read_last(

@@ -39,6 +39,7 @@ from autopar.cost_models.compiler.lifetimes import Lifetimes
 from autopar.cost_models.compiler.operands import is_single
 from autopar.cost_models.compiler.written_values import Written
 from autopar.ir.graph import Op
+from autopar.ir.keyed import grouped
 from autopar.ir.op_sets import ELEMENTWISE
 
 
@@ -83,11 +84,7 @@ class _Sharing:
     @cached_property
     def _dying(self) -> Mapping[int, list[int]]:
         """Moment -> what is read for the last time then, but for arguments and copies."""
-        dying: dict[int, list[int]] = {}
-        for v, moment in self.lives.death.items():
-            if self._is_own(v):
-                dying.setdefault(moment, []).append(v)
-        return dying
+        return grouped((moment, v) for v, moment in self.lives.death.items() if self._is_own(v))
 
     def _of_scatter(self, moment: int, step: Step) -> int | None:
         if not self.p.backend.shares_strictly:

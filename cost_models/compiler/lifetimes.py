@@ -24,6 +24,7 @@ from autopar.cost_models.compiler.compiled_program import OVERWRITES, Frame, Pro
 from autopar.cost_models.compiler.fusion import LIGHT, LOOP, PRODUCT, STORE
 from autopar.cost_models.compiler.written_values import Written
 from autopar.ir import control_flow
+from autopar.ir.keyed import grouped
 from autopar.ir.op_sets import LAPACK
 
 
@@ -214,10 +215,7 @@ class _Clock:
     @cached_property
     def _tokens(self) -> Mapping[int, Sequence[int]]:
         """Value -> the copies of it."""
-        copies: dict[int, list[int]] = {}
-        for token, (v, _) in self.p.tokens.items():
-            copies.setdefault(v, []).append(token)
-        return copies
+        return grouped((v, token) for token, (v, _) in self.p.tokens.items())
 
     def _made_within(self, read: int, result: int, begin: int, last: int) -> list[tuple[int, int]] | None:
         """Values that are made in the memory of a loop's result if this one is, and as what each of them is read there.

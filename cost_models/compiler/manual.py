@@ -26,6 +26,7 @@ from autopar.cost_models.flops import computing_dtype, flops
 from autopar.hardware.cluster import LogicalMesh
 from autopar.hardware.description import Device
 from autopar.ir.graph import Atom, Body, Graph, Op, Region
+from autopar.ir.keyed import grouped
 from autopar.ir.op_sets import PRODUCTS
 from autopar.rules.manual import MANUAL, MOST_CACHED, NO_WORK, ManualCall, call_of, kind_of
 
@@ -120,9 +121,7 @@ def _peak(body: Graph, ops: Sequence[Op], outputs: Sequence[Atom], elsewhere: Co
     """The same of one level; values `elsewhere` are counted by the caller."""
     readers = _readers(ops, outputs)
     written = {v for op in ops for v in op.outputs if not _is_light(op) or CPU.is_written(readers.get(v, Counter()))}
-    dying: dict[int, list[int]] = {}
-    for v, moment in _last_reads(ops, outputs, written).items():
-        dying.setdefault(moment, []).append(v)
+    dying = grouped((moment, v) for v, moment in _last_reads(ops, outputs, written).items())
     here = written.difference(elsewhere)
     live = peak = 0
     for moment, op in enumerate(ops):

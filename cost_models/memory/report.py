@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.sizes import Buffer
+from autopar.ir.keyed import totals
 from autopar.ir.problem import Ints
 from autopar.ir.train_state import match_state
 
@@ -68,20 +69,15 @@ def report(liveness: Liveness, assignment: Ints) -> Memory:
     """What a device holds at the peak of one plan."""
     peak, moment, alive = liveness.at_peak(assignment)
     kinds = _Kinds(liveness)
-    tensors: dict[tuple[str, int], float] = {}
-    for buffer, nbytes in alive:
-        key = (kinds.of(buffer), buffer.value)
-        tensors[key] = tensors.get(key, 0.0) + nbytes
-    totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for (kind, _), nbytes in tensors.items():
-        totals[kind] += nbytes
+    tensors = totals(((kinds.of(buffer), buffer.value), nbytes) for buffer, nbytes in alive)
+    of_kind = totals((kind, nbytes) for (kind, _), nbytes in tensors.items())
     largest = sorted(tensors.items(), key=lambda item: (-item[1], item[0]))[:LARGEST]
     op = liveness.op_at(moment)
     return Memory(
         round(peak),
         ("the arguments" if moment is None else "the results") if op is None else f"{op.tag} {op.name}",
         "" if op is None else op.source,
-        {kind: round(nbytes) for kind, nbytes in totals.items() if nbytes},
+        {kind: round(of_kind[kind]) for kind in KINDS if of_kind.get(kind)},
         tuple(kinds.tensor(kind, value, nbytes) for (kind, value), nbytes in largest if nbytes),
     )
 

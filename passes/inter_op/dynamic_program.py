@@ -36,6 +36,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.keyed import grouped
 from autopar.ir.problem import Floats, Ints
 
 #: Relative amount by which lower bounds on sums are rounded down.
@@ -110,9 +111,7 @@ class Question:
 
     def positions(self) -> Sequence[tuple[int, Ints, Ints]]:
         """(submesh, first devices, ends) of all placements, by submesh."""
-        by_submesh: dict[int, list[Placement]] = {}
-        for placement in self.placements:
-            by_submesh.setdefault(placement.submesh, []).append(placement)
+        by_submesh = grouped((placement.submesh, placement) for placement in self.placements)
         return [
             (n, np.array([p.start for p in placements]), np.array([p.stop for p in placements]))
             for n, placements in sorted(by_submesh.items())

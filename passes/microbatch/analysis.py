@@ -52,6 +52,7 @@ from numpy.typing import NDArray
 from autopar.cost_models.flops import work
 from autopar.cost_models.kernels import KERNELS
 from autopar.ir.graph import Atom, Graph, Op, is_zero
+from autopar.ir.keyed import totals
 from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS, KERNEL_CALLS
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
@@ -390,10 +391,7 @@ def _whole_batch_reader(analyzer: Analyzer, op: Op) -> int:
 def _reasons(analyzer: Analyzer, displaced: Mapping[int, float]) -> tuple[Reason, ...]:
     """Operations that read the whole batch, by the FLOPs that follow them."""
     by_index = {op.index: op for op in analyzer.flat.ops}
-    flops_of: dict[int, float] = {}
-    for index, flops in displaced.items():
-        root = _whole_batch_reader(analyzer, by_index[index])
-        flops_of[root] = flops_of.get(root, 0.0) + flops
+    flops_of = totals((_whole_batch_reader(analyzer, by_index[i]), flops) for i, flops in displaced.items())
     order = sorted((root for root in flops_of if flops_of[root]), key=lambda root: (-flops_of[root], root))
     sources = [(by_index[r], _source(analyzer, by_index[r]), flops_of[r]) for r in order]
     return tuple(Reason(op if source.is_total else source.op, source.op, source.why, n) for op, source, n in sources)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph
+from autopar.ir.keyed import grouped
 from autopar.ir.train_state import match_state
 
 
@@ -61,9 +62,7 @@ def infer_batch(graph: Graph) -> list[int]:
     """Positions of the leaves that "auto" chooses; see `batch_leaves`."""
     state = set(match_state(graph).values())
     shapes = {i: graph.types[v].shape for i, v in enumerate(graph.inputs) if i not in state and graph.types[v].rank}
-    arguments: dict[str, list[int]] = {}
-    for i in shapes:
-        arguments.setdefault(graph.input_paths[i].split("/", 1)[0], []).append(i)
+    arguments = grouped((graph.input_paths[i].split("/", 1)[0], i) for i in shapes)
     uniform = [i for leaves in arguments.values() if len({shapes[i][0] for i in leaves}) == 1 for i in leaves]
     fit = uniform or list(shapes)
     leaves, elements = Counter(shapes[i][0] for i in fit), Counter[int]()

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar import jax_compat
+from autopar.ir import keyed
 from autopar.ir.graph import Atom, Graph, Op, Type
 from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, MEGABLOX_PRODUCTS, RAGGED_PRODUCTS, RARE_ELEMENTWISE
 from autopar.jax_compat import megablox
@@ -125,10 +126,7 @@ def find_groups(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom]) -> Gro
         # the count of all rows may wrap where that of a block does not
         if all(holds(graph.types[v].dtype, rows) for v in chain):
             counts.update((v, keys_of[counted]) for v in chain if counted in keys_of)
-    orders: dict[Positions, list[int]] = {}
-    for op in ops:
-        if op.index in sorts:
-            orders.setdefault(sorts[op.index], []).append(op.outputs[1])
+    orders = keyed.grouped((sorts[op.index], op.outputs[1]) for op in ops if op.index in sorts)
     return replace(groups, sorts=sorts, orders=orders, counts=counts)
 
 

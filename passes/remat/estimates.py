@@ -23,6 +23,7 @@ from autopar.cost_models.memory.row import smallest
 from autopar.cost_models.sharding.groups import Model, Use
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op
+from autopar.ir.keyed import grouped, totals
 from autopar.ir.layout import ProgramLayouts, device_share
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op import extract
@@ -124,18 +125,12 @@ class _Plan:
     def of(
         graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints, layered: Graph
     ) -> _Plan:
-        seconds_of: dict[int, float] = {}
         traffic = [(charge.op, seconds) for charge, seconds in extract.traffic_seconds(model, assignment, mesh)]
-        for op, seconds in (*extract.operation_seconds(model, assignment), *traffic):
-            seconds_of[op] = seconds_of.get(op, 0.0) + seconds
+        seconds_of = totals((*extract.operation_seconds(model, assignment), *traffic))
         kernels = frozenset(group.op for group in model.grouping.groups if group.op >= 0)
-        uses_of: dict[int, list[Use]] = {}
-        for use in model.grouping.uses:
-            if use.value not in model.grouping.overlap.early:
-                uses_of.setdefault(use.op, []).append(use)
-        peak_bytes_of: dict[int, float] = {}
-        for buffer, nbytes in liveness.at_peak(assignment)[2]:
-            peak_bytes_of[buffer.value] = peak_bytes_of.get(buffer.value, 0.0) + nbytes
+        early = model.grouping.overlap.early
+        uses_of = grouped((use.op, use) for use in model.grouping.uses if use.value not in early)
+        peak_bytes_of = totals((buffer.value, nbytes) for buffer, nbytes in liveness.at_peak(assignment)[2])
         layouts = extract.layouts(model, assignment)
         context = (graph, model, mesh, liveness, assignment, layered, layouts)
         written_s = dict(reversed(traffic))  # the first charge of an operation is that of its result

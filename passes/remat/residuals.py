@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.keyed import grouped
 from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.passes.layers import find as layers_pass
@@ -45,13 +46,8 @@ class LayeredProgram:
     @cached_property
     def readers(self) -> Mapping[int, Sequence[int]]:
         """Value -> positions of the operations that read it; len(ops) is the caller."""
-        readers: dict[int, list[int]] = {}
-        for position, op in enumerate(self.graph.ops):
-            for v in values_of(op.inputs):
-                readers.setdefault(v, []).append(position)
-        for v in values_of(self.graph.outputs):
-            readers.setdefault(v, []).append(len(self.graph.ops))
-        return readers
+        reads = (*(op.inputs for op in self.graph.ops), self.graph.outputs)
+        return grouped((v, position) for position, atoms in enumerate(reads) for v in values_of(atoms))
 
     @cached_property
     def producer(self) -> Mapping[int, int]:
@@ -76,11 +72,8 @@ class LayeredProgram:
     @cached_property
     def backward(self) -> Mapping[int, Sequence[int]]:
         """Layer -> positions of its backward operations, in order, without the user's own rematerialisation."""
-        by_layer: dict[int, list[int]] = {}
-        for position, layer in self.layers.backward.items():
-            if not is_user_remat(self.graph.ops[position]):
-                by_layer.setdefault(layer, []).append(position)
-        return by_layer
+        layers = self.layers.backward.items()
+        return grouped((layer, i) for i, layer in layers if not is_user_remat(self.graph.ops[i]))
 
     @cached_property
     def returned_gradients(self) -> frozenset[int]:

@@ -31,6 +31,7 @@ from networkx.utils import UnionFind
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.ir.graph import Graph, Op
+from autopar.ir.keyed import grouped
 from autopar.ir.on_graph import cached_on_graph
 from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.passes.layers import find as layers_pass
@@ -201,10 +202,7 @@ def _components(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
             if v in producer:
                 components.union(producer[v], i)
         producer.update(dict.fromkeys(op.outputs, i))
-    parts: dict[int, list[Op]] = {}
-    for i, op in enumerate(ops):
-        parts.setdefault(components[i], []).append(op)
-    return tuple(parts.values())
+    return tuple(grouped((components[i], op) for i, op in enumerate(ops)).values())
 
 
 def _external_operands(builder: Builder, readers: Sequence[int], first: int) -> list[int]:

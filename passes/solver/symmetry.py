@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.ir.keyed import grouped
 from autopar.ir.problem import Edge, Ints, Node, Problem, absorb_loops
 
 
@@ -101,9 +102,7 @@ def _incident(problem: Problem) -> list[list[tuple[int, int]]]:
 def _refine(colours: list[int], incident: list[list[tuple[int, int]]]) -> list[int]:
     """The colours at the fixpoint, per node. New colours are numbered in the order of their first member."""
     colours = list(colours)
-    members: dict[int, list[int]] = {}
-    for v, c in enumerate(colours):
-        members.setdefault(c, []).append(v)
+    members = grouped((c, v) for v, c in enumerate(colours))
     dirty: Iterable[int] = range(len(colours))
     fresh = max(colours, default=-1) + 1
     while dirty:
@@ -169,18 +168,15 @@ def _quotient(problem: Problem, colours: list[int]) -> Folded:
         if c == len(nodes):
             n = int(counts[c])
             nodes.append(Node(node.name, node.cost * n, (node.signature, n)))
-    groups: dict[tuple[int, int, tuple[int, ...]], list[Edge]] = {}
-    number: dict[tuple[int, int, tuple[int, ...]], int] = {}
-    into: list[int] = []
     of = classes.tolist()
-    for e in problem.edges:
-        kind = (of[e.u], of[e.v], e.key)
-        groups.setdefault(kind, []).append(e)
-        into.append(number.setdefault(kind, len(number)))
+    kinds = [(of[e.u], of[e.v], e.key) for e in problem.edges]
+    groups = grouped(zip(kinds, problem.edges, strict=True))
+    number = {kind: i for i, kind in enumerate(groups)}
     edges = tuple(_multiply(u, v, group) for (u, v, _), group in groups.items())
     ranks = rank.tolist()
     pairings = tuple([_pairing(g, ranks) for g in groups.values()])
-    return Folded(Problem(tuple(nodes), edges), classes, counts, pairings, np.array(into, dtype=np.int64))
+    into = np.array([number[kind] for kind in kinds], dtype=np.int64)
+    return Folded(Problem(tuple(nodes), edges), classes, counts, pairings, into)
 
 
 def _multiply(u: int, v: int, group: list[Edge]) -> Edge:

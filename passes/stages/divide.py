@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.errors import ArgumentError, GraphError, MicrobatchError
+from autopar.ir.keyed import grouped
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
@@ -177,10 +178,7 @@ def _divide(split: Microbatches, layers: Layers, first_layers: Sequence[int], we
         )
         for s in range(len(first_layers))
     )
-    reading_stages: dict[int, list[int]] = {}
-    for s, stage in enumerate(stages):
-        for v in stage.arguments:
-            reading_stages.setdefault(v, []).append(s)
+    reading_stages = grouped((v, s) for s, stage in enumerate(stages) for v in stage.arguments)
     return Stages(split, stages, transfers, stage_updates.assign(split, passes, reading_stages, len(first_layers)))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
 from autopar.bench.equal.run import quick_flags
+from autopar.ir.keyed import totals
 
 MODES = ("microbatches", "stages", "meshes")
 CHUNK = 100  # programs of one process: starting JAX takes as long as some five of them
@@ -130,9 +131,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """Counts of all rows: what `--json` prints last."""
     refused = [row for row in rows if any("microbatches" in variant for variant in row["refusals"])]
     reasons = Counter(reason for row in rows for reason in dict.fromkeys(row["refusals"].values()))
-    seconds = Counter[str]()
-    for row in rows:
-        seconds.update(row["seconds"])
+    seconds = totals(item for row in rows for item in row["seconds"].items())
     primitives = sorted({name for row in rows for name in row["primitives"]})
     return {
         "programs": len(rows),

@@ -24,6 +24,7 @@ from autopar.bench import rows as rows_kept
 from autopar.bench import worker
 from autopar.bench.sensitivity import records
 from autopar.bench.sensitivity.programs import PROGRAMS
+from autopar.ir.keyed import grouped
 from autopar.ir.text import table as grid
 
 #: A field changes nothing if it changes step times and planning times by no more, with every value in every program.
@@ -96,9 +97,7 @@ def noise(rows: Sequence[Row]) -> float:
 def summary(rows: Sequence[Row]) -> list[Row]:
     """One row per field and value, in the order of the rows; fields that no program reads have no figures."""
     default = {program: statistics.median(times) for program, times in default_seconds(rows).items()}
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["algorithm"], row["field"], str(row.get("value"))), []).append(row)
+    groups = grouped(((row["algorithm"], row["field"], str(row.get("value"))), row) for row in rows)
     read = {(row["algorithm"], row["field"]) for row in rows if row["read"]}
     summaries: list[Row] = []
     for (algorithm, field, _), group in groups.items():
@@ -140,11 +139,8 @@ def table(rows: Sequence[Row]) -> str:
     """A table per record with a line per field and value, and the fields that changed nothing."""
     summaries = summary(rows)
     head = ("", "default", "value", "programs", "step, worst", "median", "planning", "from", "to", "gap", "given up")
-    read = [row for row in summaries if row["programs"]]
-    tables = [
-        f"\n{algorithm}{grid('field', head, [_cells(row) for row in read if row['algorithm'] == algorithm])}"
-        for algorithm in dict.fromkeys(row["algorithm"] for row in read)
-    ]
+    cells = grouped((row["algorithm"], _cells(row)) for row in summaries if row["programs"])
+    tables = [f"\n{algorithm}{grid('field', head, lines)}" for algorithm, lines in cells.items()]
     every = dict.fromkeys(f"{row['algorithm']}.{row['field']}" for row in summaries)
     active = {f"{row['algorithm']}.{row['field']}" for row in summaries if changes(row)}
     unread = [f"{row['algorithm']}.{row['field']}" for row in summaries if not row["programs"]]

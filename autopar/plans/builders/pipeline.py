@@ -24,6 +24,7 @@ from autopar.errors import PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph, graph_hash
+from autopar.ir.keyed import totals
 from autopar.ir.layout import Layout, ProgramLayouts, even, replicated
 from autopar.ir.text import size
 from autopar.ir.trace import Traced
@@ -296,11 +297,9 @@ def _spent(plan: Plan, plans: StagePlans[PlannedStage]) -> tuple[Spent, ...]:
     """Seconds per step by source line of the devices that have most to do, and those in which they are idle."""
     count = plan.num_microbatches
     busiest = max(plan.ranks, key=lambda rank: math.fsum(t for s in rank for t in s.busy(count).values()))
-    seconds: dict[tuple[str, str, str], float] = {}
-    for solved, stage in zip(plans.plans, plan.stages, strict=True):
-        for row in solved.summary.spent if stage.rank == busiest[0].rank else ():
-            key = row.source, row.phase, row.kind
-            seconds[key] = seconds.get(key, 0.0) + row.seconds
+    on_busiest = [p for p, stage in zip(plans.plans, plan.stages, strict=True) if stage.rank == busiest[0].rank]
+    rows = (row for solved in on_busiest for row in solved.summary.spent)
+    seconds = totals(((row.source, row.phase, row.kind), row.seconds) for row in rows)
     if before := plan.parts.get("first loop", 0.0):
         seconds["", "forward", "first loop"] = before
     idle = Spent("", "", "idle", plan.step_time_s - math.fsum(seconds.values()))

@@ -24,6 +24,7 @@ from typing import Any
 from autopar.errors import ArgumentError
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
+from autopar.ir.keyed import grouped
 from autopar.ir.layout import Layout, replicated, spec
 from autopar.ir.text import Rows, seconds, size, spec_text, table
 from autopar.passes.op_groups.pin_keys import names as is_named
@@ -222,10 +223,9 @@ class _Source:
             for i, (path, number) in enumerate(zip(plan.input_paths, names, strict=True))
             if number == target or is_named(target, path)
         ]
-        same: dict[tuple[object, ...], list[int]] = {}
-        for key, group in argument_groups(plan, members).items():
-            for i in group:  # leaves of the optimizer are one group there, whatever their types
-                same.setdefault((key, plan.input_types[i], plan.inputs[i]), []).append(i)
+        # leaves of the optimizer are one group there, whatever their types
+        leaves = ((key, i) for key, group in argument_groups(plan, members).items() for i in group)
+        same = grouped(((key, plan.input_types[i], plan.inputs[i]), i) for key, i in leaves)
         yield from map(self._argument, same.values())
 
     def _argument(self, group: Sequence[int]) -> Entry:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from autopar.ir.keyed import grouped, totals
 from autopar.ir.train_state import of_parameter
 from autopar.plans.forms import WHOLE_WEIGHTS, largest
 from autopar.plans.record import PlanRecord
@@ -84,10 +85,8 @@ def _named(shares: Mapping[str, float]) -> tuple[tuple[tuple[str, int], ...], tu
 
     The share of a form that is nearly all is told as 100.
     """
-    totals: dict[str, float] = {}
-    for form, share in shares.items():
-        totals[_name(form, shares)] = totals.get(_name(form, shares), 0.0) + share
-    names = {name: share for name, share in totals.items() if share >= LEAST_SHARE}
+    of_name = totals((_name(form, shares), share) for form, share in shares.items())
+    names = {name: share for name, share in of_name.items() if share >= LEAST_SHARE}
     described = [
         form
         for form, share in shares.items()
@@ -122,12 +121,9 @@ def _stages(plan: PlanRecord) -> list[str]:
 
 def _sharded_state(plan: PlanRecord) -> Iterator[str]:
     """The stage of ZeRO along the axes that leave weights whole; axes that share a text are told together."""
-    texts: dict[str, list[str]] = {}
-    for number, axis in enumerate(plan.mesh_names):
-        shares = plan.forms.get(axis, {})
-        if not shares or largest(shares) in WHOLE_WEIGHTS:
-            for text in _sharded_along(plan, number, axis):
-                texts.setdefault(text, []).append(axis)
+    shares = {axis: plan.forms.get(axis, {}) for axis in plan.mesh_names}
+    whole = [(i, axis) for i, (axis, of) in enumerate(shares.items()) if not of or largest(of) in WHOLE_WEIGHTS]
+    texts = grouped((text, axis) for i, axis in whole for text in _sharded_along(plan, i, axis))
     yield from (text.format(listed(axes)) for text, axes in texts.items())
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
+from autopar.ir.keyed import grouped
 from autopar.ir.layout import local_shape, spec
 from autopar.ir.text import WIDTH, Rows, excess, seconds, size, size_within, spec_text, table
 from autopar.plans.record import PlanRecord, Stage
@@ -151,11 +152,9 @@ def _among(plan: PlanRecord, names: set[str]) -> str:
 def activation_rows(plan: PlanRecord, reasons: Reasons) -> Rows:
     """(operations and lines, shape, spec, why) of the layouts with the most bytes in all, update left out."""
     graph, values = reasons.graph, plan.stages[0].values
-    groups: dict[tuple[str, str], list[tuple[Op, int]]] = {}
-    for op in graph.walk():
-        for v in op.outputs if op.phase != "update" and not op.regions else ():
-            if v in values and graph.types[v].size > 1:
-                groups.setdefault((str(graph.types[v]), str(values[v])), []).append((op, v))
+    ops = [op for op in graph.walk() if op.phase != "update" and not op.regions]
+    results = [(op, v) for op in ops for v in op.outputs if v in values and graph.types[v].size > 1]
+    groups = grouped(((str(graph.types[v]), str(values[v])), (op, v)) for op, v in results)
     ranked = sorted(groups.values(), key=lambda g: (-len(g) * graph.types[g[0][1]].nbytes, g[0][0].index))
     return [_activation(plan, reasons, group) for group in ranked[:ACTIVATIONS]]
 

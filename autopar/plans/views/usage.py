@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models.memory.report import Moment
+from autopar.ir.keyed import grouped, totals
 from autopar.ir.text import Rows, seconds, size, table
 from autopar.passes.intra_op.time_spent import Spent
 from autopar.plans.record import PlanRecord
@@ -38,18 +39,13 @@ class TimeUse(ShownAsText):
     @property
     def kinds(self) -> Mapping[str, float]:
         """Kind of work -> seconds per step."""
-        totals: dict[str, float] = {}
-        for row in self.spent:
-            totals[row.kind] = totals.get(row.kind, 0.0) + row.seconds
-        return totals
+        return totals((row.kind, row.seconds) for row in self.spent)
 
     @property
     def lines(self) -> Mapping[str, Mapping[str, float]]:
         """Source line -> kind of work -> seconds per step, the slowest line first."""
-        lines: dict[str, dict[str, float]] = {}
-        for row in self.spent:
-            at = lines.setdefault(row.source, {})
-            at[row.kind] = at.get(row.kind, 0.0) + row.seconds
+        rows = grouped((row.source, (row.kind, row.seconds)) for row in self.spent)
+        lines = {source: totals(kinds) for source, kinds in rows.items()}
         return dict(sorted(lines.items(), key=lambda item: -sum(item[1].values())))
 
     @property

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from autopar.ir.keyed import grouped, totals
 from autopar.ir.text import Rows, seconds, table, write_file
 from autopar.plans.plan import Plan
 from autopar.plans.views.notebook import ShownAsText
@@ -87,9 +88,7 @@ class Profile(ShownAsText):
     @cached_property
     def by_device(self) -> Mapping[int, tuple[Operation, ...]]:
         """Device -> its operations in the median step."""
-        devices: dict[int, list[Operation]] = {}
-        for operation in self.median_step:
-            devices.setdefault(operation.device, []).append(operation)
+        devices = grouped((operation.device, operation) for operation in self.median_step)
         return {device: tuple(devices[device]) for device in sorted(devices)}
 
     def kinds(self) -> tuple[Compared, ...]:
@@ -135,12 +134,9 @@ class Profile(ShownAsText):
 
     def lines(self) -> tuple[Compared, ...]:
         """Source lines, the slowest first; a pipeline has no predicted seconds of them."""
-        predicted: dict[str, float] = {}
-        for row in () if self.plan.pipelined else self.plan.spent:
-            predicted[row.source] = predicted.get(row.source, 0.0) + row.seconds
-        measured = dict.fromkeys(predicted, 0.0)
-        for operation in self.median_step:
-            measured[operation.source] = measured.get(operation.source, 0.0) + operation.seconds / self.devices
+        predicted = totals((row.source, row.seconds) for row in self.plan.spent if not self.plan.pipelined)
+        measured = totals((operation.source, operation.seconds / self.devices) for operation in self.median_step)
+        measured = {**dict.fromkeys(predicted, 0.0), **measured}
         rows = [Compared(line, predicted.get(line, 0.0), t) for line, t in measured.items()]
         return tuple(sorted(rows, key=lambda row: (-row.measured_s, row.what)))
 

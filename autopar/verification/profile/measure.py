@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from autopar.errors import ArgumentError
 from autopar.ir.graph import Graph
+from autopar.ir.keyed import grouped
 from autopar.plans.plan import Plan
 from autopar.plans.views.timeline import instruction_words, simulated
 from autopar.runtime.executables import Executable
@@ -118,9 +119,8 @@ def _runs(plan: Plan, programs: Sequence[str]) -> Mapping[str, Sequence[str]]:
     if not plan.pipelined:
         return {program: (program,) for program in programs}
     schedule, _ = simulated(plan)
-    passes: dict[str, list[str]] = {}
-    for i in (i for instructions in schedule.lists for i in instructions if i.op == "run"):
-        passes.setdefault(f"stage {i.stage} {i.kind}", []).append(instruction_words(i))
+    run = (i for instructions in schedule.lists for i in instructions if i.op == "run")
+    passes = grouped((f"stage {i.stage} {i.kind}", instruction_words(i)) for i in run)
     loop = tuple(f"microbatch {i}" for i in range(plan.num_microbatches))
 
     def of(program: str) -> Sequence[str]:

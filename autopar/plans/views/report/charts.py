@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.ir.keyed import grouped
 from autopar.ir.text import seconds, size
 from autopar.plans.record import PlanRecord, Stage
 from autopar.plans.views.timeline import Event, simulated
@@ -64,10 +65,9 @@ def _is_link(row: str) -> bool:
 
 def _bars(plan: PlanRecord, events: Sequence[Event], shown: Sequence[str]) -> Figure:
     """The events of some rows, a trace for each kind."""
-    rows, bars = _rows(events), dict[str, list[Event]]()
-    for event in events:
-        if event["ph"] == "X" and rows.get((event["pid"], event["tid"])) in shown:
-            bars.setdefault(_category(event, plan), []).append(event)
+    rows = _rows(events)
+    drawn = [e for e in events if e["ph"] == "X" and rows.get((e["pid"], e["tid"])) in shown]
+    bars = grouped((_category(e, plan), e) for e in drawn)
     traces = [
         {
             "type": "bar",
