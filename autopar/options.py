@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 import numpy as np
@@ -295,18 +296,7 @@ def check_one_stage(s: Settings) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    if name in ("batch_argnums", "donate_argnums", "static_argnums"):
-        return _positions(name, value)
-    if name == "static_argnames":
-        return _names(value)
-    if name == "per_microbatch":
-        return _patterns(name, value)
-    if name == "memory_budget" and value is not None:
-        return budget(value)
-    if name == "schedule" and isinstance(value, str):
-        value = value.lower()
-    if name == "plan" and isinstance(value, str | os.PathLike):
-        return Plan.load(value)
+    value = _CONVERSIONS[name](value) if name in _CONVERSIONS else value
     if name in _CHECKS:
         wanted, holds, error = _CHECKS[name]
         if not holds(value):
@@ -377,3 +367,14 @@ def _positions(name: str, value: Any) -> tuple[int, ...] | str:
     if any(not isinstance(n, int) or isinstance(n, bool) or (least and n < 0) for n in numbers):
         raise ArgumentError(f"{name}={value!r:.60} must be positions of positional arguments{least}")
     return tuple(dict.fromkeys(numbers))
+
+
+#: option -> what makes its value that of a field of `Settings`, where users may write it in several ways
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    **{name: partial(_positions, name) for name in ("batch_argnums", "donate_argnums", "static_argnums")},
+    "static_argnames": _names,
+    "per_microbatch": partial(_patterns, "per_microbatch"),
+    "memory_budget": lambda value: None if value is None else budget(value),
+    "schedule": lambda value: value.lower() if isinstance(value, str) else value,
+    "plan": lambda value: Plan.load(value) if isinstance(value, str | os.PathLike) else value,
+}

@@ -59,9 +59,7 @@ class Program:
 
 def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh, name: str = "step") -> Program:
     """The sharded program of a plan with a single stage on a concrete or abstract mesh; `name`: of the module."""
-    stage = plan.stages[0]
-    context = Context(graph, stage, rules, mesh, plan.mesh_names)
-
+    context = Context(graph, plan.stages[0], rules, mesh, plan.mesh_names)
     inputs, outputs = in_shardings(plan, mesh), _out_shardings(graph, plan, mesh)
 
     def function(*leaves: Any) -> tuple[Any, ...]:

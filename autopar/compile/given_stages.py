@@ -94,9 +94,8 @@ class GivenStages:
             pipeline = replace(pipeline, choice=replace(pipeline.choice, offloaded=tuple(offloaded)))
         # where more layers can be recomputed, that is quicker to try than layouts of the least memory
         thorough = [n == len(layers) or not nbytes for layers, n in zip(self._layers, saved.layers, strict=True)]
-        pipeline = pipeline.within(nbytes, thorough)
         phases = self._planned[-1].plan.phases if self._planned else {"trace": self._call.trace_s}
-        step = plan_stages(self._call, self._s, self._target, pipeline, phases)
+        step = plan_stages(self._call, self._s, self._target, pipeline.within(nbytes, thorough), phases)
         self._planned.append(step)
         stages = step.plan.stages
         peaks, ranks = [stage.peak_memory_bytes for stage in stages], [stage.rank for stage in stages]

@@ -354,8 +354,7 @@ def check_static(name: str, which: int | str, value: Any) -> None:
     Raises:
         ArgumentError: it contains arrays, or cannot be hashed.
     """
-    described = _describe_arrays(value)
-    if described is not None:
+    if (described := _describe_arrays(value)) is not None:
         raise ArgumentError(
             f"static argument {which} of {name} is {described}: its arrays would be constants of the program. "
             "Leave it out of static_argnums; what is no array in it is structure anyway."

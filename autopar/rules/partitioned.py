@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import jax
@@ -369,10 +370,8 @@ def _part(closed: Any) -> Any:
                 return None
             part.update(zip(equation.outvars, equation.invars, strict=True))
     rest = [equation for equation in jaxpr.eqns if equation.outvars[0] not in part]
-    read = {id(atom) for equation in rest for atom in equation.invars}
+    read = set(map(id, chain(part.values(), *(equation.invars for equation in rest))))
     if any(id(total) in read for total in part) or any(result not in part for result in jaxpr.outvars):
-        return None
-    if any(x in part for x in part.values()):
         return None
     effects = frozenset[Any]().union(*(equation.effects for equation in rest))
     return jex.ClosedJaxpr(

@@ -168,13 +168,12 @@ class Lowered:
         run_plan = replace(self.plan, donated=()) if self._debug_nans else self.plan
         if self._planned.pipeline is not None:
             step = self._planned.build(compiler_options, self._debug_nans)
-            weak = tuple(i for i, aval in enumerate(self._planned.traced.out_avals) if aval.weak_type)
+            weak = tuple(i for i, aval in enumerate(traced.out_avals) if aval.weak_type)
             run = PipelineRunner(run_plan, step, step.argument_shardings, weak)
             return Executable(self.plan, step.programs, out_tree, run, watched_as, self._debug_nans, in_avals)
-        required = codegen.compiler_options(self.plan, self._planned.traced.graph, platform)
-        options = {**required, **(compiler_options or {})}
-        compiled = jax_compat.compiled(self.jax_lowered, options)
-        graph, microbatches = self._planned.traced.graph, self.plan.num_microbatches
+        required = codegen.compiler_options(self.plan, traced.graph, platform)
+        compiled = jax_compat.compiled(self.jax_lowered, {**required, **(compiler_options or {})})
+        graph, microbatches = traced.graph, self.plan.num_microbatches
         program = CheckedProgram(compiled, self._jaxpr, graph, microbatches) if self._debug_nans else compiled
         run = SingleMeshRunner(run_plan, program, self._shardings)
         return Executable(self.plan, {"step": compiled}, out_tree, run, watched_as, self._debug_nans, in_avals)

@@ -12,13 +12,9 @@ def submeshes(
     cluster: Cluster, effort: InterOpEffort = INTER_OP
 ) -> tuple[tuple[Placement, ...], dict[int, LogicalMesh]]:
     """All placements on a cluster, and the mesh of every submesh, by its number in `Placement`."""
-    groups, total = cluster.groups or (cluster,), cluster.num_devices
-
-    def may_be(n: int) -> bool:
-        return (total <= effort.any_size or total % n == 0) and _is_part(cluster, n)
-
-    hosts = [(g.num_devices // g.devices_per_host, g.devices_per_host) for g in groups]
-    where = tuple(placements(hosts, may_be))
+    hosts = [(g.num_devices // g.devices_per_host, g.devices_per_host) for g in cluster.groups or (cluster,)]
+    total, any_size = cluster.num_devices, cluster.num_devices <= effort.any_size
+    where = tuple(placements(hosts, lambda n: (any_size or total % n == 0) and _is_part(cluster, n)))
     meshes: dict[int, LogicalMesh] = {}
     for p in where:
         if p.submesh not in meshes:

@@ -69,18 +69,14 @@ class LocalSearch:
         seconds = self._seconds(v, plan)
         now = plan[v]
         bytes_ = self._bytes(v, plan)
-        if bytes_ is None:
-            best = int(seconds.argmin())
-        else:
-            after = usage[:, None] + bytes_ - bytes_[:, [now]]
-            excess = np.maximum(after - budget, 0.0).sum(axis=0)
-            excess[~np.isfinite(seconds)] = np.inf
-            best = int(np.where(excess <= excess.min(), seconds, np.inf).argmin())
-            if excess[best] == excess[now] and seconds[best] + ROUNDING * abs(seconds[best]) >= seconds[now]:
-                return False
-            usage[:] = after[:, best]
-        if bytes_ is None and seconds[best] + ROUNDING * abs(seconds[best]) >= seconds[now]:
+        after = None if bytes_ is None else usage[:, None] + bytes_ - bytes_[:, [now]]
+        excess = np.zeros(len(seconds)) if after is None else np.maximum(after - budget, 0.0).sum(axis=0)
+        excess[~np.isfinite(seconds)] = np.inf
+        best = int(np.where(excess <= excess.min(), seconds, np.inf).argmin())
+        if excess[best] == excess[now] and seconds[best] + ROUNDING * abs(seconds[best]) >= seconds[now]:
             return False
+        if after is not None:
+            usage[:] = after[:, best]
         plan[v] = best
         return best != now
 

@@ -24,10 +24,7 @@ def first_equal(ops: Sequence[Op]) -> Mapping[int, int]:
     for op in ops:
         operands = tuple([representative.get(a, a) if isinstance(a, int) else _literal(a) for a in op.inputs])
         if op.name == _BARRIER:
-            equal = [
-                representative.get(a, a) if isinstance(a, int) else v
-                for a, v in zip(op.inputs, op.outputs, strict=True)
-            ]
+            equal = [x if isinstance(x, int) else v for x, v in zip(operands, op.outputs, strict=True)]
         elif op.regions or op.equation.effects:
             continue
         else:

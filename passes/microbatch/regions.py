@@ -494,13 +494,13 @@ def _meets_examples(graph: Graph, inner: BlockedBody, count: int) -> bool:
     totals: set[Atom] = set()
     for op in flat.ops:
         operands = tuple(state_of(a, states) for a in op.inputs)
-        reads_total = any(a in totals for a in op.inputs if isinstance(a, int))
         invariant = all(isinstance(s, Invariant) for s in operands)
         result = None if invariant or op.equation.effects else apply_rule(graph, op, operands, count)
-        needs_total = not invariant and result is None
-        if (reads_total or needs_total) and any(isinstance(s, Split) for s in operands):
+        reads_total = any(a in totals for a in op.inputs if isinstance(a, int))
+        is_total = reads_total or (not invariant and result is None)
+        if is_total and any(isinstance(s, Split) for s in operands):
             return True
-        if reads_total or needs_total:
+        if is_total:
             totals.update(op.outputs)
         states.update(zip(op.outputs, result.results if result else [INVARIANT] * len(op.outputs), strict=True))
     return False

@@ -127,10 +127,13 @@ class Builder:
 
     def enter_as(self, name: str, value: int, weight: float, strategies: StrategySet) -> int:
         """Add a group with these layouts for an argument, or for a value that enters a region. Returns its index."""
-        shape = self.graph.types[value].shape
         group = self.new(name, strategies, weight, -1, value)
-        self.bindings[value] = Binding(group, value, tuple(range(len(shape))))
+        self.bind(value, group)
         return group
+
+    def bind(self, value: int, group: int) -> None:
+        """Bind a value to a group that decides the layout of an array of its shape."""
+        self.bindings[value] = Binding(group, value, tuple(range(self.graph.types[value].rank)))
 
 
 @dataclass(frozen=True, slots=True)

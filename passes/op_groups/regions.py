@@ -106,10 +106,10 @@ def _scan(b: Builder, op: Op, weight: float, visit: Visit) -> None:
     _enter_constants(b, region, inner)
     visit(b, region.ops, inner)
     for j in range(carries):
-        group, value = entered[constants + j], region.inputs[constants + j]
+        group = entered[constants + j]
         _return_carry(b, op, region, j, group, inner)
         if group >= 0:
-            b.bindings[op.outputs[j]] = Binding(group, op.outputs[j], b.bindings[value].dims)
+            b.bind(op.outputs[j], group)
     for j in range(carries, len(op.outputs)):
         _leave_region(b, op, region, j, op.outputs[j], inner, stacked=True)
 
@@ -120,19 +120,16 @@ def _while(b: Builder, op: Op, weight: float, visit: Visit) -> None:
     n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
     inner = weight * (op.trips or UNKNOWN_TRIPS)
     entered = _enter_all(b, op, body, 0, n_cond, weight, inner)
-    carry = entered[n_body:]
-    outside = Region(condition.name, condition.inputs[:n_cond], (), ())
-    _enter_all(b, op, outside, 0, 0, weight, inner)
-    for value, group in zip(condition.inputs[n_cond:], carry, strict=True):
-        if group >= 0:
-            b.bindings[value] = Binding(group, value, tuple(range(b.graph.types[value].rank)))
+    carry = [(j, group) for j, group in enumerate(entered[n_body:]) if group >= 0]
+    _enter_all(b, op, Region(condition.name, condition.inputs[:n_cond], (), ()), 0, 0, weight, inner)
+    for j, group in carry:
+        b.bind(condition.inputs[n_cond + j], group)
     for region in (condition, body):
         _enter_constants(b, region, inner)
         visit(b, region.ops, inner)
-    for j, group in enumerate(carry):
+    for j, group in carry:
         _return_carry(b, op, body, j, group, inner)
-        if group >= 0:
-            b.bindings[op.outputs[j]] = Binding(group, op.outputs[j], tuple(range(b.graph.types[op.outputs[j]].rank)))
+        b.bind(op.outputs[j], group)
 
 
 def _alias_inputs(b: Builder, op: Op, region: Region, offset: int, weight: float) -> None:

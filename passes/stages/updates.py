@@ -180,15 +180,11 @@ def _place_with_operands(
     stage_of: dict[int, int],
 ) -> None:
     """Adds the stages of operations with an operand that has a stage."""
-    types = split.graph.types
-    for placed in ops:
-        op = placed.op
-        if not op.outputs or op.outputs[0] in stage_of:
-            continue
+    for op in (placed.op for placed in ops):
         placed_operands = [v for v in reads[op.index] if v in stage_of]
-        if not placed_operands:
+        if not placed_operands or not op.outputs or op.outputs[0] in stage_of:
             continue
-        scalars = not any(types[v].rank for v in (*reads[op.index], *op.outputs))
+        scalars = not any(split.graph.types[v].rank for v in (*reads[op.index], *op.outputs))
         several_stages = len({stage_of[v] for v in placed_operands}) > 1
         stage = 0 if scalars and several_stages else min((-weight[v], stage_of[v]) for v in placed_operands)[1]
         stage_of.update(dict.fromkeys(op.outputs, stage))
@@ -203,16 +199,13 @@ def _place_with_readers(
 ) -> None:
     """Adds the stages of other operations and arguments: that of the heaviest reader; stage 0 without readers."""
     heaviest: dict[int, tuple[int, int]] = {}
-    for placed in reversed(ops):
-        op = placed.op
-        if op.outputs and op.outputs[0] not in stage_of:
-            reader_stages = [heaviest[v] for v in op.outputs if v in heaviest]
-            if reader_stages:
-                stage_of.update(dict.fromkeys(op.outputs, min(reader_stages)[1]))
-        for v in reads[op.index]:
-            if op.outputs and op.outputs[0] in stage_of and v in movable:
-                candidate = (-max(weight[u] for u in op.outputs), stage_of[op.outputs[0]])
-                heaviest[v] = min(heaviest.get(v, candidate), candidate)
+    for op in (placed.op for placed in reversed(ops)):
+        reader_stages = [heaviest[v] for v in op.outputs if v in heaviest]
+        if reader_stages and op.outputs[0] not in stage_of:
+            stage_of.update(dict.fromkeys(op.outputs, min(reader_stages)[1]))
+        if op.outputs and op.outputs[0] in stage_of:
+            stage = (-max(weight[u] for u in op.outputs), stage_of[op.outputs[0]])
+            heaviest.update((v, min(heaviest.get(v, stage), stage)) for v in reads[op.index] if v in movable)
     stage_of.update((v, stage) for v, (_, stage) in heaviest.items() if v not in stage_of)
 
 

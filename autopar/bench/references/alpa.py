@@ -99,14 +99,12 @@ def priced(
     searcher: InterOpSearch, question: Question, choice: SearchSpace, published: Published
 ) -> tuple[Division, bool]:
     """The published plan as a division, each stage in its fastest option that fits; False: some stage fits in none."""
-    stops = list(itertools.accumulate(published.devices))
-    parts: list[Part] = []
-    fits = True
-    layers = borders(searcher.layers, published.groups)
-    for s, (stop, last) in enumerate(zip(stops, layers, strict=True)):
-        start, first = (stops[s - 1], layers[s - 1]) if s else (0, 0)
+    devices = itertools.pairwise((0, *itertools.accumulate(published.devices)))
+    layers = itertools.pairwise((0, *borders(searcher.layers, published.groups)))
+    parts, fits = list[Part](), True
+    for s, ((start, stop), (first, last)) in enumerate(zip(devices, layers, strict=True)):
         submesh = next(p.submesh for p in question.placements if (p.start, p.stop) == (start, stop))
-        prices, flight = question.prices[submesh], question.in_flight(len(stops) - s)
+        prices, flight = question.prices[submesh], question.in_flight(len(published.devices) - s)
         seconds = prices.times(question.microbatches)[:, first, last]
         most = prices.peaks(flight)[:, first, last]
         fit = most <= question.memory[submesh]

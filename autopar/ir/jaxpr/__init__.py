@@ -237,10 +237,7 @@ def _regions(
         constants = operands[: jax_compat.scan_counts(params)[0]]
         return (_region(b, "body", params["jaxpr"], stack, callers, constants),), params["length"]
     if name == "while":
-        return (
-            _region(b, "cond", params["cond_jaxpr"], stack, callers),
-            _region(b, "body", params["body_jaxpr"], stack, callers),
-        ), None
+        return tuple(_region(b, part, params[f"{part}_jaxpr"], stack, callers) for part in ("cond", "body")), None
     if name == "cond":
         return tuple(_region(b, f"branch{i}", branch, stack, callers) for i, branch in enumerate(params["branches"])), 1
     if name == jax_compat.REMAT:

@@ -76,9 +76,8 @@ def draw(plan: PlanRecord, path: Path) -> None:
             _box(axes, tensor)
         left, right = bars.subplots(1, 2)
         _stacked(left, f"predicted step: {seconds(plan.step_time_s)}", times(plan), seconds)
-        peak = plan.peak_memory_bytes
         memory = {stage.name: stage.memory for stage in plan.stages}
-        _stacked(right, f"peak memory per device: {size(peak)}", memory, size)
+        _stacked(right, f"peak memory per device: {size(plan.peak_memory_bytes)}", memory, size)
 
 
 def _bars_height(plan: PlanRecord) -> float:

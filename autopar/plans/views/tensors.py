@@ -51,11 +51,8 @@ def tensors(plan: PlanRecord) -> Iterator[Tensor]:
     specs = plan.in_specs()
     for role, members in sections(plan).items():
         for i in members:
-            dtype, shape, stage = (
-                long_dtype(plan.input_types[i].partition("[")[0]),
-                plan.input_shapes[i],
-                owner(plan, i),
-            )
+            dtype = long_dtype(plan.input_types[i].partition("[")[0])
+            shape, stage = plan.input_shapes[i], owner(plan, i)
             nbytes = math.prod(shape) * dtype_of(dtype).itemsize
             share = device_share(plan.inputs[i], shape, tuple((stage or plan.stages[0]).submesh.values()))
             yield Tensor(

@@ -168,8 +168,7 @@ def fold_bits(scope: Scope) -> None:
         return
     wide, times = {8: ("uint16", 2), 16: ("uint32", 2), 32: ("uint64", 2)}[WIDTHS[value.dtype]]
     if value.batch == 0 and value.rank == 1 and scope.chance(0.5):
-        batch = value.shape[0]
-        code = f"lax.bitcast_convert_type({{0}}.reshape({batch // times}, {times}), jnp.{wide})"
+        code = f"lax.bitcast_convert_type({{0}}.reshape({value.shape[0] // times}, {times}), jnp.{wide})"
         scope.emit(code, value, batch=None, stage=2, mixed=True)
         return
     across = f"uint{WIDTHS[value.dtype] * scope.names.batch}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.bench.fuzz.generator.scope import Scope, Value, batched, floating, integral, numeric, of_rank, plain
+from autopar.bench.fuzz.generator.scope import Scope, Value, batched, exact, floating, integral, numeric, of_rank, plain
 from autopar.bench.fuzz.generator.shapes import EXTENTS
 
 READS = ("clip", "fill", "wrap", "promise_in_bounds")
@@ -134,7 +134,6 @@ def gathered_total(scope: Scope) -> None:
 
 def segments(scope: Scope) -> None:
     """Examples added up, or combined, in the rows that their integers name: a total."""
-    exact = lambda v: v.kind == "i" or v.dtype == "float64"  # noqa: E731
     value = scope.find(batched, exact, of_rank(1, 3), lambda v: v.batch == 0 and _whole(v))
     labels = scope.find(integral, batched, _whole)
     column = labels and _columns(scope, labels)

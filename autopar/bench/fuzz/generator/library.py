@@ -6,6 +6,7 @@ from typing import Any
 
 from autopar.bench.fuzz.generator import totals
 from autopar.bench.fuzz.generator.scope import Scope, batched, floating, integral, of_rank
+from autopar.bench.fuzz.generator.shapes import resized
 
 #: Of one float64; {1}: a dimension without examples.
 EACH = (
@@ -52,8 +53,7 @@ def each(scope: Scope) -> None:
     if ("approx" in code or "lax.map" in code) and value.batch in (0, value.rank - 1):
         return
     drops = any(word in code for word in DROPS)
-    by = -1 if drops and value.batch is not None and value.batch > d else 0
-    facts: dict[str, Any] = {} if value.batch is None else {"batch": value.batch + by}
+    facts = resized(value, d, -1 if drops else 0)
     scope.emit(code.replace("{1}", str(d)), scope.stopped(value), smooth=False, **facts)
 
 

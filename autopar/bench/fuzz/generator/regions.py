@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.bench.fuzz.generator import totals
-from autopar.bench.fuzz.generator.scope import Scope, Value, batched, floating, integral, numeric, of_rank
+from autopar.bench.fuzz.generator.scope import Scope, Value, batched, exact, floating, integral, numeric, of_rank
 from autopar.bench.fuzz.program import Block, Node, Type, jnp_name, tuple_form
 
 Move = Callable[[Scope], object]
@@ -159,15 +159,14 @@ def _carries(scope: Scope) -> list[Carry]:
     if first is not None and scope.chance(0.8):
         carries.append(_carry(scope, first))
     if scope.chance(0.7):
-        alike = [v.dtype for v in scope.values if v.batch is not None and (v.kind == "i" or v.dtype == "float64")]
+        alike = [v.dtype for v in scope.values if v.batch is not None and exact(v)]
         dtype = scope.rng.choice(alike if alike and scope.chance(0.75) else ACCUMULATORS)
         type_ = Type(dtype, scope.rng.choice(((), (), (2,), (3,))))
         begin = type_.zeros() if scope.chance(0.8) else type_.zeros().replace("zeros", "ones")
-        zero = scope.emit(begin)
-        if zero is not None:
+        if (zero := scope.emit(begin)) is not None:
             scope.values.remove(zero)
             carries.append(_carry(scope, zero, adds=True))
-    second = scope.find(numeric, lambda v: v.batch is None and v.stage == 0 and (v.kind == "i" or v.dtype == "float64"))
+    second = scope.find(exact, lambda v: v.batch is None and v.stage == 0)
     if second is not None and scope.chance(0.4):
         carries.append(_carry(scope, second))
     return carries

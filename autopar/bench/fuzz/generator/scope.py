@@ -14,6 +14,7 @@ dtypes and shapes. What moves keep track of is what makes most programs fall int
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -199,9 +200,7 @@ class Scope:
         """A parameter of the step; where a loss is being made, its name there."""
         type_ = Type(dtype, tuple(shape))
         if self.closed:
-            constant = self.emit(
-                f"0.4 * jnp.cos(jnp.arange({np.prod(type_.shape, dtype=int)}.0)).reshape({type_.shape})"
-            )
+            constant = self.emit(f"0.4 * jnp.cos(jnp.arange({math.prod(shape)}.0)).reshape({type_.shape})")
             assert constant is not None
             return constant
         leaf = self.names.leaf("w", "params", code, type_)
@@ -275,6 +274,11 @@ def floating(value: Value) -> bool:
 
 def integral(value: Value) -> bool:
     return value.kind == "i"
+
+
+def exact(value: Value) -> bool:
+    """An integer, or a float with so many digits that the order of a sum does not show."""
+    return integral(value) or floating(value)
 
 
 def numeric(value: Value) -> bool:

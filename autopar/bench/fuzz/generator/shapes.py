@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autopar.bench.fuzz.generator.scope import Scope, Value, batched, floating, numeric, of_rank, plain
+from autopar.bench.fuzz.generator.scope import Scope, Value, batched, exact, floating, of_rank, plain
 
 EXTENTS = (2, 3, 4, 5, 6, 8)
 
@@ -19,8 +19,9 @@ def _dim(scope: Scope, value: Value) -> int | None:
     return scope.rng.choice(free) if free else None
 
 
-def _moved(value: Value, by: int) -> dict[str, Any]:
-    return {"batch": None if value.batch is None else value.batch + by}
+def resized(value: Value, d: int, by: int) -> dict[str, Any]:
+    """Where the examples of a value are once it has `by` dimensions more from `d` on."""
+    return {"batch": value.batch + by if value.batch is not None and value.batch >= d else value.batch}
 
 
 def transpose(scope: Scope) -> None:
@@ -58,7 +59,7 @@ def fold(scope: Scope) -> None:
     d = _dim(scope, value)
     if d is not None and shape[d] % 2 == 0:
         new = (*shape[:d], 2, shape[d] // 2, *shape[d + 1 :])
-        scope.emit(f"{{0}}.reshape({new})", value, **(_moved(value, 1) if batch is not None and batch > d else {}))
+        scope.emit(f"{{0}}.reshape({new})", value, **resized(value, d, 1))
 
 
 def extend(scope: Scope) -> None:
@@ -68,18 +69,15 @@ def extend(scope: Scope) -> None:
         return
     ones = [d for d in value.free_dims() if value.shape[d] == 1]
     if ones:
-        d = ones[0]
-        by = -1 if value.batch is not None and value.batch > d else 0
-        scope.emit(f"jnp.squeeze({{0}}, {d})", value, **_moved(value, by))
+        scope.emit(f"jnp.squeeze({{0}}, {ones[0]})", value, **resized(value, ones[0], -1))
         return
     d = scope.rng.randint(0, value.rank)
-    by = 1 if value.batch is not None and value.batch >= d else 0
     times = scope.rng.choice((1, 2, 3))
     code = f"jnp.expand_dims({{0}}, {d})" if times == 1 else f"jnp.stack([{', '.join(['{0}'] * times)}], {d})"
     if times == 3:
         shape = (*value.shape[:d], 3, *value.shape[d:])
         code = f"jnp.broadcast_to(jnp.expand_dims({{0}}, {d}), {shape})"
-    scope.emit(code, value, **_moved(value, by))
+    scope.emit(code, value, **resized(value, d, 1))
 
 
 def along(scope: Scope) -> None:
@@ -102,8 +100,7 @@ def along(scope: Scope) -> None:
         f"jnp.tile({{0}}, {tuple(2 if i == d else 1 for i in range(value.rank))})", f"jnp.flip({{0}}, {d})",
     ))  # fmt: skip
     drops = code.endswith(f"{lead}{n // 2}]")
-    by = -1 if drops and value.batch is not None and value.batch > d else 0
-    scope.emit(code, value, **_moved(value, by))
+    scope.emit(code, value, **resized(value, d, -1 if drops else 0))
 
 
 def join(scope: Scope) -> None:
@@ -122,8 +119,7 @@ def join(scope: Scope) -> None:
     assert other is not None
     if d is None or scope.chance(0.3):
         at = scope.rng.randint(0, value.rank)
-        by = 1 if value.batch is not None and value.batch >= at else 0
-        scope.emit(f"jnp.stack([{{0}}, {{1}}], {at})", value, other, **_moved(value, by))
+        scope.emit(f"jnp.stack([{{0}}, {{1}}], {at})", value, other, **resized(value, at, 1))
         return
     scope.emit(f"jnp.concatenate([{{0}}, {{1}}], axis={d})", value, other)
 
@@ -231,7 +227,7 @@ CUMULATIVE = ("lax.cumsum", "lax.cumprod", "lax.cummax", "lax.cummin", "lax.cuml
 
 def cumulate(scope: Scope) -> None:
     """A running sum, product, extreme along a dimension without examples."""
-    value = scope.find(numeric, of_rank(1), lambda v: v.kind == "i" or v.dtype == "float64")
+    value = scope.find(exact, of_rank(1))
     d = value and _dim(scope, value)
     if value is None or d is None:
         return
@@ -242,7 +238,7 @@ def cumulate(scope: Scope) -> None:
 
 def order(scope: Scope) -> None:
     """Sorting and selecting along a dimension without examples."""
-    value = scope.find(numeric, of_rank(1), lambda v: v.kind == "i" or v.dtype == "float64")
+    value = scope.find(exact, of_rank(1))
     d = value and _dim(scope, value)
     if value is None or d is None:
         return
@@ -257,8 +253,7 @@ def order(scope: Scope) -> None:
     form = scope.rng.choice(("jnp.sort({0}, axis={1})", "jnp.argsort({0}, axis={1})", "jnp.argmax({0}, axis={1})",
                              "jnp.argmin({0}, axis={1})", "jnp.median({0}, axis={1})"))  # fmt: skip
     drops = ("arg" in form and "sort" not in form) or "median" in form
-    by = -1 if drops and value.batch is not None and value.batch > d else 0
-    scope.emit(form.replace("{1}", str(d)), value, **_moved(value, by))
+    scope.emit(form.replace("{1}", str(d)), value, **resized(value, d, -1 if drops else 0))
 
 
 REDUCTIONS = ("jnp.sum({0}, {1})", "jnp.mean({0}, {1})", "jnp.max({0}, {1})", "jnp.min({0}, {1})",
@@ -276,8 +271,7 @@ def reduce(scope: Scope) -> None:
     if value is None or d is None:
         return
     table = {"b": BOOL_REDUCTIONS, "i": INTEGER_REDUCTIONS, "f": REDUCTIONS}[value.kind]
-    by = -1 if value.batch is not None and value.batch > d else 0
-    scope.emit(scope.rng.choice(table).replace("{1}", str(d)), value, **_moved(value, by))
+    scope.emit(scope.rng.choice(table).replace("{1}", str(d)), value, **resized(value, d, -1))
 
 
 NORMS = ("jax.nn.softmax({0}, axis={1})", "jax.nn.log_softmax({0}, axis={1})",
@@ -330,7 +324,7 @@ ACROSS = (
 
 def across(scope: Scope) -> None:
     """A reduction over the examples, broadcast to each: exact, though not in microbatches."""
-    value = scope.find(batched, lambda v: v.kind == "i" or v.dtype == "float64", lambda v: v.folded == (1, 1))
+    value = scope.find(batched, exact, lambda v: v.folded == (1, 1))
     if value is None:
         return
     form = scope.rng.choice(ACROSS)
