@@ -9,7 +9,7 @@ ahead as long as it lasts), but a plan that keeps state on the host is one that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +29,7 @@ def priced(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int])
     if not hosted:
         return model
     nodes = list(model.problem.nodes)
-    for group, leaves in _by_group(model, graph, hosted).items():
+    for group, leaves in grouped(_leaves(model, graph, hosted)).items():
         old = nodes[group]
         cost = old.cost + sum(_seconds(_bytes(model, group, *leaf, mesh), mesh) for leaf in leaves)
         nodes[group] = Node(old.name, cost, (old.signature, "host", tuple(leaves)))
@@ -40,7 +40,7 @@ def host_bytes(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[i
     """Bytes in the host's memory per device under an assignment."""
     return sum(
         float(_bytes(model, group, *leaf, mesh)[assignment[group]])
-        for group, leaves in _by_group(model, graph, hosted).items()
+        for group, leaves in grouped(_leaves(model, graph, hosted)).items()
         for leaf in leaves
     )
 
@@ -58,11 +58,8 @@ _Leaf = tuple[int, tuple[int, ...]]
 """Bytes of the whole argument, and its group's factor for each of its dimensions."""
 
 
-def _by_group(model: Model, graph: Graph, hosted: Sequence[int]) -> Mapping[int, list[_Leaf]]:
-    return grouped(_leaves(model, graph, hosted))
-
-
 def _leaves(model: Model, graph: Graph, hosted: Sequence[int]) -> Iterator[tuple[int, _Leaf]]:
+    """(group, leaf) of every argument in host memory."""
     for position in sorted(hosted):
         value = graph.inputs[position]
         binding = model.grouping.bindings[value]

@@ -75,22 +75,7 @@ def _point(
 
 def table(result: Result) -> str:
     """A row per point."""
-    rows = []
-    for p in result["points"]:
-        kinds = p["memory"]
-        state = kinds.get("parameters", 0) + kinds.get("optimizer state", 0)
-        gap = (p["step_s"] - p["lower_s"]) / p["step_s"]
-        rows.append(
-            (
-                size(p["peak_bytes"]),
-                seconds(p["step_s"]),
-                f"{gap:.2%}",
-                size(state),
-                f"{state / result['parameters']:.2f}",
-                size(kinds.get("gradients", 0)),
-                size(p["wire_bytes"]),
-            )
-        )
+    rows = [_cells(p, result["parameters"]) for p in result["points"]]
     heads = ("", "step", "above the bound", "state", "state bytes/parameter", "gradients", "sent")
     return "\n".join(
         [
@@ -98,6 +83,20 @@ def table(result: Result) -> str:
             f"{result['model']} on {tuple(result['mesh'])}: {len(rows)} plans, "
             f"{result['beyond_trace_s']:.1f} s beyond tracing",
         ]
+    )
+
+
+def _cells(point: Mapping[str, Any], parameters: int) -> tuple[str, ...]:
+    kinds = point["memory"]
+    state = kinds.get("parameters", 0) + kinds.get("optimizer state", 0)
+    return (
+        size(point["peak_bytes"]),
+        seconds(point["step_s"]),
+        f"{(point['step_s'] - point['lower_s']) / point['step_s']:.2%}",
+        size(state),
+        f"{state / parameters:.2f}",
+        size(kinds.get("gradients", 0)),
+        size(point["wire_bytes"]),
     )
 
 

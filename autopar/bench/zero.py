@@ -119,22 +119,23 @@ def run(
 def table(rows: list[Row]) -> str:
     """A line per stage."""
     heads = ("", "bytes/parameter", "kept", "sent at most", "sent", "step", "gap", "reached")
-    body = [
-        (
-            row["stage"],
-            f"{row['formula_bytes']:.2f}",
-            f"{row['held_bytes']:.2f}",
-            f"{row['formula_sent']:.1f}",
-            f"{row['sent']:.2f}",
-            seconds(row["step_s"]),
-            f"{row['gap']:.2%}",
-            "yes" if row["ok"] else "no",
-        )
-        for row in rows
-    ]
+    body = [_cells(row) for row in rows]
     first = rows[0]
     note = (
         f"{first['parameters']:,} parameters on {first['workers']} devices; "
         f"{size(first['allowance_bytes'] * first['parameters'])} beside them"
     )
     return "\n".join([grid("stage of ZeRO", heads, body), note])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row["stage"],
+        f"{row['formula_bytes']:.2f}",
+        f"{row['held_bytes']:.2f}",
+        f"{row['formula_sent']:.1f}",
+        f"{row['sent']:.2f}",
+        seconds(row["step_s"]),
+        f"{row['gap']:.2%}",
+        "yes" if row["ok"] else "no",
+    )

@@ -10,7 +10,7 @@ a layer is a component of the path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.checkpoints.folder import Entry
@@ -64,7 +64,7 @@ def _is_whole(rows: set[int | None], entry: Entry) -> bool:
 
 
 def _source(
-    name: str, shape: Shape, saved: Mapping[str, Entry], stacks: Mapping[str, list[Mapping[int, str]]]
+    name: str, shape: Shape, saved: Mapping[str, Entry], stacks: Mapping[str, Sequence[Mapping[int, str]]]
 ) -> Source | None:
     if name in saved:
         return Source((name,))

@@ -234,8 +234,7 @@ class OneMeshPlanner:
 
     def plan(self, cutoff: float = math.inf) -> PlannedStep | None:
         """The plan with the shortest step; None if it takes `cutoff` (s) or longer."""
-        answer = self._planned(cutoff)
-        if answer is None:
+        if (answer := self._planned(cutoff)) is None:
             return None
         plan, plan_warnings = answer
         step = self._parts.step

@@ -102,12 +102,13 @@ def end_without_the_others(before: Callable[[], None]) -> None:
     Args:
         before: called first, at exit.
     """
+    atexit.register(_keep_client)
+    atexit.register(before)  # what is registered last is called first
 
-    def leave() -> None:
-        before()
-        state = distributed.global_state
-        for part in (state.client, state.service):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
-        state.client = state.service = None
 
-    atexit.register(leave)
+def _keep_client() -> None:
+    """Leave the client and the service of the coordination to the end of the process."""
+    state = distributed.global_state
+    for part in (state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+    state.client = state.service = None

@@ -71,7 +71,7 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
 
     first, copies = list[Part](), list[Part]()
     for wanted, devices in replicas.items():
-        groups = _by_process(devices, owners)
+        groups = list(grouped((owners[device], device) for device in devices).values())
         # a device of each process that holds a part of the box, or of the first process if none does
         direct = [group[0] for group in groups if holds_part(wanted, group)] or [groups[0][0]]
         first += (
@@ -85,10 +85,6 @@ def parts(source: Mapping[int, Box], target: Mapping[int, Box], owners: Mapping[
         copies += _copies(wanted, leaders, len(direct))
         copies += (part for group in groups for part in _copies(wanted, group))
     return (*first, *copies)
-
-
-def _by_process(devices: Sequence[int], owners: Mapping[int, Hashable]) -> list[list[int]]:
-    return list(grouped((owners[device], device) for device in devices).values())
 
 
 def intersection(a: Box, b: Box) -> Box | None:

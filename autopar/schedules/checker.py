@@ -173,14 +173,11 @@ def _acyclic(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
     names: dict[object, str] = {}
     graph: nx.DiGraph[object] = nx.DiGraph()
     for rank, instructions in enumerate(schedule.lists):
-        before: object = None
-        for position, i in enumerate(instructions):
-            key, parties = schedule.pipeline.event(i)
-            event = key if parties > 1 else (rank, position)
+        keys = enumerate(map(schedule.pipeline.event, instructions))
+        events = [key if parties > 1 else (rank, position) for position, (key, parties) in keys]
+        for event, i in zip(events, instructions, strict=True):
             names.setdefault(event, f"{i} on rank {rank}")
-            if before is not None:
-                graph.add_edge(before, event)
-            before = event
+        nx.add_path(graph, events)
     if not nx.is_directed_acyclic_graph(graph):
         cycle = [names[edge[0]] for edge in nx.find_cycle(graph)]
         yield "each of these waits for the one before, in a circle: " + ", ".join(cycle)

@@ -46,11 +46,9 @@ def kernels(
     """
     growth = _Growth(p, readers, leaving, {v: step for step in steps for v in step.outputs})
     for number, step in enumerate(reversed(steps)):
-        if id(step) in growth.kernels:
-            continue
         if _is_product(step):
-            growth.kernels[id(step)] = number
-        elif step.name in NUMERIC_REDUCTIONS:
+            growth.kernels.setdefault(id(step), number)
+        elif step.name in NUMERIC_REDUCTIONS and id(step) not in growth.kernels:
             growth.grow(step, number)
     return growth.kernels
 

@@ -378,10 +378,8 @@ class InterOpSearch:
         kinds = sorted(self.kinds.stage, key=lambda kind: (-self.kinds.of_layer.count(kind), kind))
         for done in (0, *(2**i for i in range((len(kinds) - 1).bit_length()))):
             added_options = {n: self._options_on(count, space, n, kinds[:done]) for n in added}
-            lower_bounds = self.lower_bounds_of({**prices, **added_options})
-            if not search(
-                self._asked(count, space, self._run_costs(space, lower_bounds), holds_least), self.effort.near, limit
-            ):
+            run_costs = self._run_costs(space, self.lower_bounds_of({**prices, **added_options}))
+            if not search(self._asked(count, space, run_costs, holds_least), self.effort.near, limit):
                 return False
         return True
 

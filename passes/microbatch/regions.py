@@ -496,8 +496,7 @@ def _meets_examples(graph: Graph, inner: BlockedBody, count: int) -> bool:
         operands = tuple(state_of(a, states) for a in op.inputs)
         invariant = all(isinstance(s, Invariant) for s in operands)
         result = None if invariant or op.equation.effects else apply_rule(graph, op, operands, count)
-        reads_total = any(a in totals for a in op.inputs if isinstance(a, int))
-        is_total = reads_total or (not invariant and result is None)
+        is_total = any(a in totals for a in op.inputs if isinstance(a, int)) or (not invariant and result is None)
         if is_total and any(isinstance(s, Split) for s in operands):
             return True
         if is_total:

@@ -87,14 +87,13 @@ def _leave_region(b: Builder, op: Op, region: Region, position: int, result: int
     binding = b.bindings.get(atom) if isinstance(atom, int) else None
     lead = (WHOLE,) if stacked else ()
     if binding is not None and binding.view is None:
-        b.bindings[result] = Binding(binding.group, result, (*lead, *binding.dims))
-        return
-    type_ = b.graph.type_of(atom)
-    group = b.new(f"{op.tag}.{region.name}.out{position}", b.layouts(type_.shape), weight, -1, result)
-    own = tuple(range(type_.rank))
-    if isinstance(atom, int):
-        use(b, f"{op.tag}.{region.name}.out{position}", atom, group, own, False, weight, op.index)
-    b.bindings[result] = Binding(group, result, (*lead, *own))
+        group, dims = binding.group, binding.dims
+    else:
+        site, type_ = f"{op.tag}.{region.name}.out{position}", b.graph.type_of(atom)
+        group, dims = b.new(site, b.layouts(type_.shape), weight, -1, result), tuple(range(type_.rank))
+        if isinstance(atom, int):
+            use(b, site, atom, group, dims, False, weight, op.index)
+    b.bindings[result] = Binding(group, result, (*lead, *dims))
 
 
 def _scan(b: Builder, op: Op, weight: float, visit: Visit) -> None:

@@ -168,16 +168,10 @@ def _divide(split: Microbatches, layers: Layers, first_layers: Sequence[int], we
             own[key].append(placed)
     ops = {key: _ops(passes, key, own[key], len(first_layers) - 1) for key in keys}
     transfers, reads, writes = _routes(passes, ops)
-    stages = tuple(
-        _stage(
-            split,
-            {
-                k: _pass(split, passes, ops[s, k], reads[s, k], writes[s, k], s, k, len(first_layers))
-                for k in PASS_KINDS
-            },
-        )
-        for s in range(len(first_layers))
-    )
+    pass_at = {
+        (s, k): _pass(split, passes, ops[s, k], reads[s, k], writes[s, k], s, k, len(first_layers)) for s, k in keys
+    }
+    stages = tuple(_stage(split, {k: pass_at[s, k] for k in PASS_KINDS}) for s in range(len(first_layers)))
     reading_stages = grouped((v, s) for s, stage in enumerate(stages) for v in stage.arguments)
     return Stages(split, stages, transfers, stage_updates.assign(split, passes, reading_stages, len(first_layers)))
 

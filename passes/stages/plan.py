@@ -170,12 +170,9 @@ class StageProblem:
         problem, options, rows = self.model.problem, self.options, self.liveness.rows(limit.in_flight)
         seeds = [solution.assignment for solution in self.solved.values()]
         slowest = STAGE.slower * self.fastest.objective
-        quick: dict[str, Any] = {"cutoff": slowest, "least": False}
-        keywords: dict[str, Any] = {
-            **options.keywords(),
-            "gap": max(options.gap, STAGE.gap_within),
-            **({"ceiling": slowest} if limit.thorough or options.solver != "auto" else quick),
-        }
+        is_thorough = limit.thorough or options.solver != "auto"
+        ends: dict[str, Any] = {"ceiling": slowest} if is_thorough else {"cutoff": slowest, "least": False}
+        keywords: dict[str, Any] = {**options.keywords(), "gap": max(options.gap, STAGE.gap_within), **ends}
         try:
             return optimize_within(
                 problem, rows, limit.nbytes, free=self.fastest, seeds=seeds, accepted=accepted, **keywords

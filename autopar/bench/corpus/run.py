@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.bench import worker
 from autopar.bench.corpus import program as corpus_program
 from autopar.bench.corpus.program import Program
 from autopar.bench.equal.run import quick_flags
+from autopar.ir.keyed import grouped
 
 DEVICES = 8
 PATIENCE = 300.0  # seconds without a finding after which a worker is ended
@@ -103,7 +104,7 @@ _ORDER = (FAILED, REFUSED, ABSENT, OK)
 
 def table(rows: Sequence[Row]) -> str:
     """Findings that are not as they should be, a line for each program, worst first, then the figures."""
-    by_program = _grouped(rows, lambda row: (row["program"],))
+    by_program = grouped((row["program"], row) for row in rows)
     names = sorted(by_program, key=lambda name: (-_count(by_program[name], FAILED), -_count(by_program[name], REFUSED)))
     wrong = sorted((row for row in rows if row["state"] in (FAILED, REFUSED)), key=lambda r: _ORDER.index(r["state"]))
     summaries = [_summary(name, by_program[name]) for name in names]
@@ -122,18 +123,9 @@ def _totals(rows: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def _grouped(rows: Sequence[Row], keys: Callable[[Row], Iterable[str]]) -> dict[str, list[Row]]:
-    """Rows by each of their keys, in the order in which these come."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        for key in keys(row):
-            groups.setdefault(key, []).append(row)
-    return groups
-
-
 def packages(rows: Sequence[Row]) -> list[str]:
     """A line for each package: its version, its programs, and what of them is refused or fails."""
-    by_package = _grouped(rows, lambda row: (f"{name} {version}" for name, version in row["versions"].items()))
+    by_package = grouped((f"{name} {version}", row) for row in rows for name, version in row["versions"].items())
     return [f"{package:<28} {_of_package(rows_of_package)}" for package, rows_of_package in sorted(by_package.items())]
 
 
@@ -141,7 +133,7 @@ def _of_package(rows: Sequence[Row]) -> str:
     count = len(dict.fromkeys(row["program"] for row in rows))
     parts = [f"{count} program{'s' if count > 1 else ''}"]
     for state in (REFUSED, FAILED):
-        by_check = _grouped([row for row in rows if row["state"] == state], lambda row: (row["check"],))
+        by_check = grouped((row["check"], row) for row in rows if row["state"] == state)
         parts += [
             f"{state}: {check} of {', '.join(r['program'] for r in rows_of_check)}"
             for check, rows_of_check in by_check.items()

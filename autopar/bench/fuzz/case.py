@@ -243,19 +243,22 @@ def microbatches(case: Case) -> None:
     batch: Any = case.program.batch or "auto"
     traced = trace(case.step.function, *case.arguments)
     counts = {f"{n} microbatches": n for n in case.counts}
-    split_steps = {name: case.attempt(name, lambda n=n: split_step(traced, n, batch)) for name, n in counts.items()}
-    steps = {variant: step for variant, step in split_steps.items() if step is not None}
+    steps = _known({name: case.attempt(name, lambda n=n: split_step(traced, n, batch)) for name, n in counts.items()})
     together = case.attempt("microbatches", lambda: _run_together(case, steps))
     if together is None:
         del (case.failures if "microbatches" in case.failures else case.refusals)["microbatches"]
-        together = {
-            variant: case.attempt(variant, lambda s=s: jax.jit(s)(*case.arguments)) for variant, s in steps.items()
-        }
-        together = {variant: results for variant, results in together.items() if results is not None}
+        together = _known(
+            {variant: case.attempt(variant, lambda s=s: jax.jit(s)(*case.arguments)) for variant, s in steps.items()}
+        )
         together[""] = case.expected
     theirs = jax.tree.leaves(together.pop(""))
     for variant, results in together.items():
         case.check(variant, results, theirs)
+
+
+def _known(attempts: Mapping[str, Any]) -> dict[str, Any]:
+    """What attempts gave, without those that were refused or failed."""
+    return {variant: result for variant, result in attempts.items() if result is not None}
 
 
 def _run_together(case: Case, steps: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:

@@ -167,23 +167,24 @@ class _Sizes:
 
 def calibrated() -> tuple[float, float]:
     """(s, s per byte) of a transfer from the first to the last device, and back."""
-    transport, ends = Transport(), [_on(jax.devices()[i]) for i in (0, -1)]
-
-    def took(nbytes: int) -> float:
-        array = place(np.zeros(nbytes // 4, np.float32), ends[0])
-        durations = list[float]()
-        for _ in range(REPEATS):
-            begin = time.perf_counter()
-            for end in (ends[1], ends[0]):
-                (array,) = transport.move([array], [end])
-                if isinstance(array, jax.Array):
-                    array.block_until_ready()
-            durations.append((time.perf_counter() - begin) / 2)
-        return statistics.median(durations)
-
-    small, large = map(took, SIZES)
+    transport, first, last = Transport(), _on(jax.devices()[0]), _on(jax.devices()[-1])
+    small, large = (_transfer_seconds(transport, first, last, nbytes) for nbytes in SIZES)
     beta = max(0.0, large - small) / (SIZES[1] - SIZES[0])
     return max(0.0, small - beta * SIZES[0]), beta
+
+
+def _transfer_seconds(transport: Transport, here: NamedSharding, there: NamedSharding, nbytes: int) -> float:
+    """Median seconds of one way of an array that is sent there and back."""
+    array = place(np.zeros(nbytes // 4, np.float32), here)
+    durations = list[float]()
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        for end in (there, here):
+            (array,) = transport.move([array], [end])
+            if isinstance(array, jax.Array):
+                array.block_until_ready()
+        durations.append((time.perf_counter() - begin) / 2)
+    return statistics.median(durations)
 
 
 def _on(device: Any) -> NamedSharding:

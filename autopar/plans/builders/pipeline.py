@@ -274,23 +274,22 @@ def _of_stages(plans: StagePlans[PlannedStage], stages: Sequence[Stage]) -> Iter
     """Notes of the programs of stages; stages that are isomorphic to an earlier one have its notes."""
     notes: list[list[str]] = []
     for solved, stage in zip(plans.plans, stages, strict=True):
-        if isinstance(solved, StagePlan):
-            graph = solved.graph.graph
-            account = imbalance.measure(graph, solved.rules, stage, backend_of(solved.mesh.device))
-            notes.append(
-                [
-                    *replicated_operations(graph, solved.model.grouping),
-                    *masked_products(graph, solved.mesh.device),
-                    *attention_over_positions(graph, solved.model, solved.solution.assignment, solved.mesh),
-                    *uneven_loads(account),
-                ]
-            )
-        else:
-            notes.append(notes[solved.leader])
+        notes.append(_of_program(solved, stage) if isinstance(solved, StagePlan) else notes[solved.leader])
     for note in dict.fromkeys(itertools.chain(*notes)):
         names = [stage.name for stage, of in zip(stages, notes, strict=True) if note in of]
         several = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
         yield f"{'every stage' if len(names) == len(stages) else several}: {note}"
+
+
+def _of_program(solved: StagePlan, stage: Stage) -> list[str]:
+    """Notes of the program of one stage."""
+    graph, mesh = solved.graph.graph, solved.mesh
+    return [
+        *replicated_operations(graph, solved.model.grouping),
+        *masked_products(graph, mesh.device),
+        *attention_over_positions(graph, solved.model, solved.solution.assignment, mesh),
+        *uneven_loads(imbalance.measure(graph, solved.rules, stage, backend_of(mesh.device))),
+    ]
 
 
 def _spent(plan: Plan, plans: StagePlans[PlannedStage]) -> tuple[Spent, ...]:

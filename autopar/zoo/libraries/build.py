@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from autopar.errors import ArgumentError
@@ -42,16 +43,14 @@ def lazily(module: str, library: str) -> Callable[[str, Config], Model]:
 
     Without `library`, the call raises ArgumentError.
     """
+    return partial(_build, module, library)
 
-    def build(name: str, config: Config) -> Model:
-        try:
-            library_module = importlib.import_module(f"autopar.zoo.libraries.{module}")
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.split(".")[0] != library:
-                raise
-            raise ArgumentError(
-                f"{name!r} needs {library}, which is not installed: pip install autopar[zoo]"
-            ) from error
-        return library_module.build(name, config)
 
-    return build
+def _build(module: str, library: str, name: str, config: Config) -> Model:
+    try:
+        library_module = importlib.import_module(f"autopar.zoo.libraries.{module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != library:
+            raise
+        raise ArgumentError(f"{name!r} needs {library}, which is not installed: pip install autopar[zoo]") from error
+    return library_module.build(name, config)

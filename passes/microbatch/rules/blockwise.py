@@ -321,24 +321,20 @@ def fft(operands: Operands) -> RuleResult | None:
 
 
 def dot(operands: Operands) -> RuleResult | None:
-    """Contracted dimensions split: a partial sum; batch dimensions or a free dimension of one operand: a split
-    result.
-    """
+    """Contracted dimensions split: a partial sum; batch dimensions or a free one of one operand: a split result."""
     contracted, batch = operands.params["dimension_numbers"]
-    states = operands.states
-    for side in (0, 1):
-        state, other = states[side], states[1 - side]
-        if not isinstance(state, Split):
-            continue
-        for dims, summed in ((contracted, True), (batch, False)):
-            if state.dim in dims[side]:
-                position = tuple(dims[side]).index(state.dim)
-                partner = Split(dims[1 - side][position], state.outer)
-                result = SUM if summed else Split(position, state.outer)
-                return align_operand(result, other, partner, 1 - side)
-        if isinstance(other, Invariant):
-            return RuleResult((Split(_free_position(operands, side, state.dim), state.outer),))
+    side = 0 if isinstance(operands.states[0], Split) else 1
+    state, other = operands.states[side], operands.states[1 - side]
+    if not isinstance(state, Split):
         return None
+    for dims, summed in ((contracted, True), (batch, False)):
+        if state.dim in dims[side]:
+            position = tuple(dims[side]).index(state.dim)
+            partner = Split(dims[1 - side][position], state.outer)
+            result = SUM if summed else Split(position, state.outer)
+            return align_operand(result, other, partner, 1 - side)
+    if isinstance(other, Invariant):
+        return RuleResult((Split(_free_position(operands, side, state.dim), state.outer),))
     return None
 
 

@@ -40,14 +40,11 @@ def kernel(operands: Operands) -> RuleResult | None:
     outer = next(state.outer for state in states if isinstance(state, Split))
     splits = [None if dim is None else Split(dim, outer) for dim in axis.dims]
     of_operands, of_results = splits[: len(states)], splits[len(states) :]
-    if any(s != want for s, want in zip(states, of_operands, strict=True) if isinstance(s, Split)):
+    pairs = list(zip(states, of_operands, strict=True))
+    if any(state != want for state, want in pairs if isinstance(state, Split)):
         return None
     results: list[State] = [split for split in of_results if split is not None]
-    slices = {
-        i: want
-        for i, (state, want) in enumerate(zip(states, of_operands, strict=True))
-        if want is not None and isinstance(state, Invariant)
-    }
+    slices = {i: want for i, (s, want) in enumerate(pairs) if want is not None and isinstance(s, Invariant)}
     parts = [local_shape(n, want or INVARIANT, count) for n, want in zip(operands.shapes, of_operands, strict=True)]
     shapes = [local_shape(n, state, count) for n, state in zip(operands.result_shapes, results, strict=True)]
     return RuleResult(tuple(results), slices, pallas.part_params(operands.params, parts, shapes))

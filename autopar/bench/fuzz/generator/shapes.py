@@ -236,6 +236,11 @@ def cumulate(scope: Scope) -> None:
     scope.emit(f"{how}({bounded}, axis={d}, reverse={scope.chance(0.3)})", value)
 
 
+#: Sorting, and selecting of one entry: the expression, and by how many dimensions its result has more.
+ORDERS = (("jnp.sort({0}, axis={1})", 0), ("jnp.argsort({0}, axis={1})", 0), ("jnp.argmax({0}, axis={1})", -1),
+          ("jnp.argmin({0}, axis={1})", -1), ("jnp.median({0}, axis={1})", -1))  # fmt: skip
+
+
 def order(scope: Scope) -> None:
     """Sorting and selecting along a dimension without examples."""
     value = scope.find(exact, of_rank(1))
@@ -250,10 +255,8 @@ def order(scope: Scope) -> None:
         places = f"lax.broadcasted_iota(jnp.int32, {{0}}.shape, {d})"
         scope.emit_all(f"lax.sort(({{0}}, {places}), dimension={d}, num_keys=1)", value)
         return
-    form = scope.rng.choice(("jnp.sort({0}, axis={1})", "jnp.argsort({0}, axis={1})", "jnp.argmax({0}, axis={1})",
-                             "jnp.argmin({0}, axis={1})", "jnp.median({0}, axis={1})"))  # fmt: skip
-    drops = ("arg" in form and "sort" not in form) or "median" in form
-    scope.emit(form.replace("{1}", str(d)), value, **resized(value, d, -1 if drops else 0))
+    form, by = scope.rng.choice(ORDERS)
+    scope.emit(form.replace("{1}", str(d)), value, **resized(value, d, by))
 
 
 REDUCTIONS = ("jnp.sum({0}, {1})", "jnp.mean({0}, {1})", "jnp.max({0}, {1})", "jnp.min({0}, {1})",
