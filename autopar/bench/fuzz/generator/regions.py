@@ -158,18 +158,21 @@ def _carries(scope: Scope) -> list[Carry]:
     first = scope.find(batched, lambda v: v.kind in "bi" or v.dtype == "float64", lambda v: v.stage in (1, 3))
     if first is not None and scope.chance(0.8):
         carries.append(_carry(scope, first))
-    if scope.chance(0.7):
-        alike = [v.dtype for v in scope.values if v.batch is not None and exact(v)]
-        dtype = scope.rng.choice(alike if alike and scope.chance(0.75) else ACCUMULATORS)
-        type_ = Type(dtype, scope.rng.choice(((), (), (2,), (3,))))
-        begin = type_.zeros() if scope.chance(0.8) else type_.zeros().replace("zeros", "ones")
-        if (zero := scope.emit(begin)) is not None:
-            scope.values.remove(zero)
-            carries.append(_carry(scope, zero, adds=True))
+    if scope.chance(0.7) and (begin := _accumulator(scope)) is not None:
+        scope.values.remove(begin)
+        carries.append(_carry(scope, begin, adds=True))
     second = scope.find(exact, lambda v: v.batch is None and v.stage == 0)
     if second is not None and scope.chance(0.4):
         carries.append(_carry(scope, second))
     return carries
+
+
+def _accumulator(scope: Scope) -> Value | None:
+    """The zeros or ones to which a loop adds, often in a dtype that values with examples have."""
+    alike = [v.dtype for v in scope.values if v.batch is not None and exact(v)]
+    dtype = scope.rng.choice(alike if alike and scope.chance(0.75) else ACCUMULATORS)
+    zeros = Type(dtype, scope.rng.choice(((), (), (2,), (3,)))).zeros()
+    return scope.emit(zeros if scope.chance(0.8) else zeros.replace("zeros", "ones"))
 
 
 def _carry(scope: Scope, value: Value, adds: bool = False) -> Carry:
