@@ -130,20 +130,19 @@ class Messages:
 
     Args:
         constrained: the problem and its R rows.
-        counts: members of each symmetry class, shape (nodes,), for strategy bounds that hold for the unfolded problem.
     """
 
-    def __init__(self, constrained: ConstrainedProblem, counts: Ints) -> None:
+    def __init__(self, constrained: ConstrainedProblem) -> None:
         self.constrained = constrained
         self._ends = ends_of(constrained.problem)
-        self._state = initial(constrained.problem, counts)
+        self._state = initial(constrained.problem, bounded=False)
         self._penalised = constrained.problem
         self._multipliers = np.zeros(constrained.rows)
         self._stale = False
         self._slots = _slots(constrained, self._ends)
 
     def set(self, multipliers: Floats) -> None:
-        """Penalise bytes by these multipliers (s/byte), shape (R,). Strategy bounds are reset, messages stay."""
+        """Penalise bytes by these multipliers (s/byte), shape (R,). Messages stay."""
         if np.array_equal(multipliers, self._multipliers) and not self._stale:
             return
         self._multipliers, self._stale = multipliers, False
@@ -158,9 +157,6 @@ class Messages:
             flipped = np.ascontiguousarray(table.T)
             self._ends[u][at_u] = replace(self._ends[u][at_u], table=table, flipped=flipped)
             self._ends[v][at_v] = replace(self._ends[v][at_v], table=flipped, flipped=table)
-        self._state.settled = False
-        for bound in self._state.bounds or ():
-            bound.fill(-np.inf)
 
     def run(self, passes: int) -> tuple[float, list[Ints]]:
         """The best lower bound (s) on the penalised cost from these passes, and the plans that they decode."""

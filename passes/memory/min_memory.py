@@ -179,7 +179,7 @@ class _State:
         return self._ascend(presolved, Pool(presolved.constrained)).lower + 0.0  # makes 0.0 of -0.0
 
     def _ascend(self, presolved: PresolvedProblem, pool: Pool) -> Dual:
-        messages = Messages(presolved.constrained, presolved.counts)
+        messages = Messages(presolved.constrained)
         objective = PeakObjective(presolved.constrained, pool)
         return ascend(messages, pool, objective, target=CLOSED, deadline=self.deadline)
 

@@ -110,7 +110,7 @@ def _relax(
 def _ascend(state: SearchState, presolved: PresolvedProblem, pool: Pool, start: Floats | None) -> Dual:
     """A dual ascent to a quarter of the target gap, which leaves the rest of the target to later steps."""
     objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
-    messages = Messages(presolved.constrained, presolved.counts)
+    messages = Messages(presolved.constrained)
     return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.until)
 
 

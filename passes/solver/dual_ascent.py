@@ -282,7 +282,7 @@ def _by_class(classes: Ints) -> tuple[Ints | None, Ints]:
     return None if plain else order, starts
 
 
-def initial(problem: Problem, counts: Ints | Floats | None, *, bounded: bool = True) -> State:
+def initial(problem: Problem, counts: Ints | Floats | None = None, *, bounded: bool = True) -> State:
     """The state before the first pass, with zero messages; `counts` and `bounded` as in `ascend`."""
     shapes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
     into = [np.zeros(classes) for shape in shapes for classes in shape]

@@ -145,7 +145,7 @@ def test_no_bound_exceeds_the_optimum(problem: Problem, seed: int, points: int) 
     source = random_points(problem, seed, points)
     presolved, budget = presolve_with(problem, source, "none"), middle(problem, source)
     best = brute_within(problem, source, budget)
-    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
+    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained)
     dual = ascend(messages, pool, BudgetObjective(presolved.constrained, budget, pool))
     assert dual.lower + presolved.constant <= best + 1e-9
 
@@ -156,7 +156,7 @@ def test_an_ascent_goes_on_from_its_best_multipliers(problem: Problem, seed: int
     """Its bound holds, is no worse than the one it starts from, and two passes more do not lose it."""
     source = random_points(problem, seed, points)
     presolved, budget = presolve_with(problem, source, "none"), middle(problem, source)
-    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
+    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained)
     objective = BudgetObjective(presolved.constrained, budget, pool)
     quick = ascend(messages, pool, objective, effort=MultiplierEffort(scans=0))
     patient = ascend(messages, pool, objective, start=quick.multipliers)
@@ -173,7 +173,7 @@ def test_bounds_of_folded_layers_hold_for_layers_that_differ(seed: int, shift: i
     best = brute_within(problem, source, budget)
     rows = source.points[1:]
     presolved = presolve(problem, rows, "bound")
-    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
+    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained)
     dual = ascend(messages, pool, BudgetObjective(presolved.constrained, budget, pool))
     assert dual.lower + presolved.constant <= best + 1e-9
 
@@ -187,7 +187,7 @@ def test_the_bound_on_the_least_peak_holds(problem: Problem, seed: int, points: 
     rows = [Row(r.name, r.constant, r.nodes, {}) for r in source.points]
     presolved = presolve(weightless, rows, "none")
     pool = Pool(presolved.constrained)
-    dual = ascend(Messages(presolved.constrained, presolved.counts), pool, PeakObjective(presolved.constrained, pool))
+    dual = ascend(Messages(presolved.constrained), pool, PeakObjective(presolved.constrained, pool))
     least = all_peaks(weightless, Points(weightless, rows))[1].min()
     assert dual.lower <= least + 1e-6
     if points == 1:
