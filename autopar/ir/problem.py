@@ -214,13 +214,19 @@ def by_strategy(problem: Problem) -> Problem:
 
 
 def _by_strategy(edge: Edge) -> Edge:
+    rows, columns = classes_by_strategy(edge)
+    gu = edge.gu if rows is not edge.gu else np.arange(len(rows))
+    gv = edge.gv if columns is not edge.gv else np.arange(len(columns))
+    return replace(edge, gu=gu, gv=gv, table=edge.table[rows[:, None], columns])
+
+
+def classes_by_strategy(edge: Edge) -> tuple[Ints, Ints]:
+    """The classes at both ends in the order that `by_strategy` gives them."""
     rows, columns = (
         classes if len(used(classes, size)) == len(classes) == size else np.arange(size)
         for classes, size in zip((edge.gu, edge.gv), edge.table.shape, strict=True)
     )
-    gu = edge.gu if rows is not edge.gu else np.arange(len(rows))
-    gv = edge.gv if columns is not edge.gv else np.arange(len(columns))
-    return replace(edge, gu=gu, gv=gv, table=edge.table[rows[:, None], columns])
+    return rows, columns
 
 
 def cheapest(cost: Floats, classes: Sequence[Ints]) -> Ints:

@@ -25,7 +25,7 @@ import numpy as np
 
 from autopar.cost_models.sharding.groups import Model, projection
 from autopar.ir.layout import PARTIAL, Layout
-from autopar.ir.problem import Floats, Ints, Problem, by_strategy
+from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.solver import elimination, symmetry
 from autopar.passes.solver.dead_end import Reduced, eliminate
 from autopar.passes.solver.dual_ascent import ASCENT, Gap, ascend, ends_of, initial, reparametrise, sweep
@@ -145,7 +145,6 @@ class Alternatives:
     @cached_property
     def _converged(self) -> tuple[Problem, Ints]:
         """The folded problem after a dual ascent, in an order of its own, and the place of each node in it."""
-        ordered, _, place = elimination.ordered(self._feasible.problem)
-        problem = by_strategy(ordered)
+        problem, _, place = elimination.ordered(self._feasible.problem)
         ascent = ascend(problem, upper=self.objective, enough=ENOUGH, effort=WHOLE, bounded=False)
         return reparametrise(problem, ascent.messages), place

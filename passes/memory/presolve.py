@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.cost_models.memory.row import Row
-from autopar.ir.problem import Floats, Ints, Problem, absorb_loops, used
+from autopar.ir.problem import Floats, Ints, Problem, absorb_loops, classes_by_strategy, used
 from autopar.passes.solver import elimination
 from autopar.passes.solver import symmetry as folding
 from autopar.passes.solver.contraction import contract
@@ -243,10 +243,14 @@ def ordered(presolved: PresolvedProblem) -> PresolvedProblem:
     """The problem with its nodes in an order of narrow frontier, in which dual ascents converge sooner."""
     constrained, lift = presolved.constrained, presolved.lift
     problem, nodes, place = elimination.ordered(constrained.problem)
+    edges: dict[int, Floats] = {}
+    for i, by_class in constrained.edges.items():
+        rows, columns = classes_by_strategy(constrained.problem.edges[i])
+        edges[i] = by_class[:, rows[:, None], columns]
     usage = {i: constrained.nodes[v] for i, v in enumerate(nodes) if v in constrained.nodes}
     return replace(
         presolved,
-        constrained=replace(constrained, problem=problem, nodes=usage),
+        constrained=ConstrainedProblem(problem, constrained.constants, usage, edges),
         counts=presolved.counts[nodes],
         lift=lambda plan: lift(plan[place]),
         first=presolved.first[nodes],

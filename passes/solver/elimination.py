@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.problem import Edge, Floats, Ints, Problem, cheapest
+from autopar.ir.problem import Edge, Floats, Ints, Problem, by_strategy, cheapest
 from autopar.passes.solver.dual_ascent import Ascent, End
 
 
@@ -83,12 +83,15 @@ def order(problem: Problem, effort: EliminationEffort = ELIMINATION) -> list[int
 
 
 def ordered(problem: Problem) -> tuple[Problem, Ints, Ints]:
-    """The problem with its nodes in `order`, the order, and the place of each node in it; shape (nodes,) each."""
+    """The problem with its nodes in `order`, the order, and the place of each node in it; shape (nodes,) each.
+
+    Classes are numbered `by_strategy`, which saves a dual ascent a quarter of its time.
+    """
     nodes = np.array(order(problem), dtype=np.int64)
     place = np.argsort(nodes)
     at = place.tolist()
     edges = tuple([Edge(at[e.u], at[e.v], e.gu, e.gv, e.table, e.key) for e in problem.edges])
-    return Problem(tuple(problem.nodes[v] for v in nodes), edges), nodes, place
+    return by_strategy(Problem(tuple(problem.nodes[v] for v in nodes), edges)), nodes, place
 
 
 def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -> tuple[tuple[float, float], list[int]]:
