@@ -168,6 +168,8 @@ class _State:
         """Visit nodes. Returns, sorted, the nodes with a neighbour that lost a live class."""
         dirty: dict[int, None] = {}
         for v in nodes:
+            if not full and self._allows_all(v):
+                continue
             live = self._answer(v, full)
             if len(live) == len(self.keep[v]):
                 continue
@@ -177,6 +179,11 @@ class _State:
                 if len(side.live(before)) > len(side.live(self.keep[v])):
                     dirty[side.other] = None
         return sorted(dirty)
+
+    def _allows_all(self, v: int) -> bool:
+        """Whether all strategies of a node are feasible, whatever those of its neighbours."""
+        cost = self.problem.nodes[v].cost[self.keep[v]]
+        return len(cost) > 0 and all(side.finite for side in self.sides[v]) and bool(np.isfinite(cost).all())
 
     def _answer(self, v: int, full: bool) -> Ints:
         """Positions in keep[v] that stay, from the cache if an equal node has been solved. Raises SolverError."""
