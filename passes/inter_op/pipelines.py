@@ -335,8 +335,7 @@ def _types(traced: Traced, pipelined: Pipelined) -> TypedArguments:
 def avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:
     """Shapes and dtypes of the arguments of a step in stages, including totals of a loop that runs first."""
     extra = stages.split.graph.inputs[len(traced.in_avals) :]
-    whole = StepPrograms(stages.split).avals if extra else {}
-    return (*traced.in_avals, *(whole[v] for v in extra))
+    return (*traced.in_avals, *map(StepPrograms(stages.split).aval, extra))
 
 
 # The search

@@ -137,21 +137,22 @@ class StepPrograms:
             total: the total.
             lead: extents of additional leading dimensions, along which sums stay unreduced.
         """
-        aval = self.avals[total.value]
+        aval = self.aval(total.value)
         shape, state = (*lead, *aval.shape), self.split.states[total.value]
         return accumulator(total.combine, self.split.count, shape, aval.dtype, state)
 
+    def aval(self, value: int) -> Any:
+        """Shape and dtype of the whole of a result of an operation."""
+        op, type_ = self._makers[value], self.graph.types[value]
+        # the equation of a loop may have other results than the operation, see `jax_compat.scan_equation`
+        if op.regions and not type_.dtype.startswith("key"):
+            return jax.ShapeDtypeStruct(type_.shape, jnp.dtype(type_.dtype))
+        return op.equation.outvars[op.outputs.index(value)].aval
+
     @cached_property
-    def avals(self) -> Mapping[int, Any]:
-        """Shape and dtype of the whole of every value."""
-        avals: dict[int, Any] = {}
-        for op in self.split.flat.ops:
-            # the equation of a loop may have other results than the operation, see `jax_compat.scan_equation`
-            avals.update((v, x.aval) for v, x in zip(op.outputs, op.equation.outvars, strict=not op.regions))
-            plain = [v for v in op.outputs if op.regions and not self.graph.types[v].dtype.startswith("key")]
-            types = ((v, self.graph.types[v]) for v in plain)
-            avals.update((v, jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype))) for v, t in types)
-        return avals
+    def _makers(self) -> Mapping[int, Op]:
+        """Value -> the operation that computes it."""
+        return {v: op for op in self.split.flat.ops for v in op.outputs}
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # jax.jit asks a callable without code for its repr

@@ -29,7 +29,7 @@ def offloadable(graph: Graph, donated: Collection[int]) -> tuple[int, ...]:
     if not differentiated:
         return ()
     update_operands = {a for op in graph.ops for a in op.inputs} - differentiated
-    donated_state = sorted(i for i in match_state(graph).values() if i in donated)
+    donated_state = sorted({*donated}.intersection(match_state(graph).values()))
     positions = [i for i in donated_state if graph.inputs[i] in update_operands and _is_array(graph, i)]
     return tuple(sorted(positions, key=lambda i: (-graph.types[graph.inputs[i]].nbytes, i)))
 

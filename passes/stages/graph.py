@@ -217,7 +217,7 @@ class Tracer:
             yield ("made", v), self.whole_type(v), "made"
 
     def whole_type(self, value: int) -> Any:
-        aval = self.types.get(value) if value in self.types else self.programs.avals[value]
+        aval = self.types.get(value) if value in self.types else self.programs.aval(value)
         assert aval is not None
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
