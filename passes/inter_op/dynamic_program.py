@@ -81,6 +81,17 @@ class RunCosts:
         most = self.fixed + in_flight * self.stash
         return most if self.without_microbatches is None else np.maximum(most, self.without_microbatches)
 
+    def longest(self, memory: float) -> int:
+        """The most layers that fit with one microbatch in flight; with more in flight, no more do."""
+        starts, ends = np.nonzero(((self.peaks(1) <= memory) & np.isfinite(self.seconds)).any(0))
+        return int((ends - starts).max(initial=0))
+
+    def by_length(self, longest: int) -> RunCosts:
+        """The costs by `by_length`."""
+        seconds, once, fixed, stash = (by_length(a, longest) for a in (self.seconds, self.once, self.fixed, self.stash))
+        without = self.without_microbatches
+        return RunCosts(seconds, once, fixed, stash, None if without is None else by_length(without, longest))
+
 
 @dataclass(frozen=True, eq=False)
 class Question:
@@ -208,11 +219,15 @@ def _sum(division: Division, spread: int) -> float:
     return division.seconds - spread * division.slowest
 
 
-def _by_length(times: Floats) -> Floats:
-    """Seconds of layers i .. i + n at [n, i], from times at [i, j]; infinite where there are no such layers."""
-    rows, n = np.arange(len(times)), len(times)
-    ends = rows[:, None] + rows
-    return np.where(ends < n, times[rows, np.minimum(ends, n - 1)], np.inf)
+def by_length(table: Floats, longest: int) -> Floats:
+    """Entries of layers i .. i + n - 1 at [..., n, i], from those at [..., i, j], for n up to `longest`.
+
+    They are infinite for n = 0, and where there are no such layers.
+    """
+    layers = np.arange(table.shape[-1])
+    lengths = layers[: longest + 1, None]
+    ends = lengths + layers
+    return np.where((lengths > 0) & (ends < len(layers)), table[..., layers, np.minimum(ends, layers[-1])], np.inf)
 
 
 class _Tables:
@@ -222,40 +237,41 @@ class _Tables:
         q = self.question = question
         upper = np.triu(np.ones((q.layers + 1, q.layers + 1), bool), 1)
         self.times = [np.where(upper, o.times(q.microbatches), np.inf) for o in q.prices]
+        # with one microbatch in flight
+        self.fitting = [
+            np.where(o.peaks(1) <= m, t, np.inf) for o, m, t in zip(q.prices, q.memory, self.times, strict=True)
+        ]
         shape = len(q.prices), q.layers + 1, q.devices + 1
         self.transfer = np.zeros(shape) if q.transfer is None else q.transfer.copy()
         self.transfer[:, q.layers] = 0.0
         self.submeshes = q.positions()
         self.most = q.stages or min(q.layers, q.devices)
-        self.fitting: dict[tuple[int, int], Floats] = {}
-        self.fastest: dict[tuple[int, int], Floats] = {}
+        self.prices: dict[int, RunCosts] = {}
+        self.options: dict[tuple[int, int], Floats] = {}
         self.runs: dict[tuple[int, int], Floats] = {}
 
     def bounds(self) -> Floats:
         """All seconds that a stage may take, ascending."""
-        used = [self._fitting(n, 1) for n, _, _ in self.submeshes]
+        used = [self.fitting[n] for n, _, _ in self.submeshes]
         return np.unique(np.concatenate([t[np.isfinite(t)] for t in used])) if used else np.zeros(0)
 
-    def _fitting(self, submesh: int, in_flight: int) -> Floats:
-        """Seconds of all options of a submesh, infinite for those that do not fit, cached for all bounds."""
-        key = submesh, in_flight
-        if key not in self.fitting:
-            fits = self.question.prices[submesh].peaks(in_flight) <= self.question.memory[submesh]
-            self.fitting[key] = np.where(fits, self.times[submesh], np.inf)
-        return self.fitting[key]
-
-    def _fastest(self, submesh: int, in_flight: int) -> Floats:
-        """Seconds of the fastest option that fits, cached for all bounds."""
-        key = submesh, in_flight
-        if key not in self.fastest:
-            self.fastest[key] = self._fitting(submesh, in_flight).min(0)
-        return self.fastest[key]
+    def _options(self, submesh: int, in_flight: int) -> Floats:
+        """Seconds of all options by `RunCosts.by_length`, infinite for those that do not fit, cached for all bounds."""
+        key, q = (submesh, in_flight), self.question
+        if submesh not in self.prices:
+            prices = q.prices[submesh]
+            self.prices[submesh] = prices.by_length(prices.longest(q.memory[submesh]))
+        if key not in self.options:
+            prices = self.prices[submesh]
+            fits = prices.peaks(in_flight) <= q.memory[submesh]
+            self.options[key] = np.where(fits, prices.times(q.microbatches), np.inf)
+        return self.options[key]
 
     def _runs(self, submesh: int, in_flight: int) -> Floats:
-        """The same by the number of layers; see `_by_length`."""
+        """Seconds of the fastest option that fits, cached for all bounds."""
         key = submesh, in_flight
         if key not in self.runs:
-            self.runs[key] = _by_length(self._fastest(*key))
+            self.runs[key] = self._options(*key).min(0)
         return self.runs[key]
 
     def best(self, bound: float, cutoff: float = np.inf) -> Division | None:
@@ -300,7 +316,7 @@ class _Tables:
 
         Each is the minimum over all divisions into stages on any submeshes, for any number of devices.
         """
-        times = [self._fastest(n, 1) for n, _, _ in self.submeshes]
+        times = [self.fitting[n].min(0) for n, _, _ in self.submeshes]
         sizes = [stops[0] - starts[0] for _, starts, stops in self.submeshes]
         both = [np.minimum.reduce(times), np.minimum.reduce([n * t for n, t in zip(sizes, times, strict=True)])]
         bounds = np.zeros((2, self.question.layers + 1))
@@ -313,7 +329,7 @@ class _Tables:
     def _longer(self, behind: Floats, least: Callable[[int], Floats]) -> Floats:
         """Sums with one more stage in front of the state (layer, device).
 
-        `least`: submesh -> seconds of layers by their number as in `_by_length`, up to the largest allowed number.
+        `least`: submesh -> seconds of layers by `RunCosts.by_length`, up to their largest allowed number.
         """
         longer = np.full(behind.shape, np.inf)
         for submesh, starts, stops in self.submeshes:
@@ -346,11 +362,11 @@ class _Tables:
     def _part(self, layer: int, device: int, behind: Floats, goal: float, in_flight: int, bound: float) -> Part:
         for placement in self.question.placements:
             if placement.start == device:
-                times = self._fitting(placement.submesh, in_flight)[:, layer]
+                times = self._options(placement.submesh, in_flight)[:, : self.question.layers + 1 - layer, layer]
                 least = np.where(times.min(0) <= bound, times.min(0), np.inf)
-                sums = least + (behind[:, placement.stop] + self.transfer[placement.submesh][:, placement.stop])
-                ends: Ints = np.flatnonzero(sums == goal)
-                if len(ends) and np.isfinite(goal):
-                    last = int(ends[0])
-                    return Part(layer, last, placement, int(times[:, last].argmin()))
+                rest = behind[:, placement.stop] + self.transfer[placement.submesh][:, placement.stop]
+                lengths: Ints = np.flatnonzero(least + rest[layer : layer + len(least)] == goal)
+                if len(lengths) and np.isfinite(goal):
+                    fewest = int(lengths[0])
+                    return Part(layer, layer + fewest, placement, int(times[:, fewest].argmin()))
         raise AssertionError(f"no stage from layer {layer} and device {device} on has the sum {goal} s it was found by")
