@@ -18,7 +18,8 @@ One stage on all devices may rematerialise single layers and offload state      
 
 Layers that are not bounded for a number of microbatches m have the bounds for a smaller m' that divides it: larger
 microbatches take no longer per example, so that m t(m) >= m' t(m'), and residuals are at least m'/m as large. These
-tell the numbers with which the step may be short, and for these the layers that take most of the time are bounded
+tell the numbers with which the step may be short. For these, layers that take most of the time are bounded on the
+submeshes of a division that reaches the bound, until it has no others: then no further bound would raise it
                                                                                                   -> PipelineBound.least
 """
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -35,7 +36,7 @@ import numpy as np
 from autopar import parallel_map
 from autopar.cost_models.flops import model_flops
 from autopar.ir.problem import Floats
-from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, RunCosts
+from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, RunCosts, by_length
 from autopar.passes.inter_op.layer_bounds import BoundedLayers, LayerBound, bound_on, bounded_layers
 from autopar.passes.inter_op.layer_costs import sums_of_runs
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
@@ -49,7 +50,8 @@ from autopar.schedules import SCHEDULES, Size
 class PipelineBoundEffort:
     """Which layers are bounded for which numbers of microbatches."""
 
-    # relative amount by which bounding for one more number has to raise the bound (not measured)
+    # relative difference up to which bounds for numbers of microbatches count as equal, so that the smallest number is
+    # bounded first (not measured)
     tolerance: float = 0.02
     # share of the FLOPs of all layers from which on a class of layers is bounded for more than the first number of
     # microbatches, and with rematerialisation (not measured)
@@ -64,33 +66,94 @@ class PipelineBoundEffort:
 PIPELINE_BOUND = PipelineBoundEffort()
 
 
-def least_step(question: Question, paths: Sequence[Floats]) -> float:
-    """Lower bound (s) on the step of every division; inf if none fits.
+@dataclass(frozen=True)
+class LeastStep:
+    """A lower bound on the step of every division.
+
+    Attributes:
+        seconds: the bound; inf if no division fits.
+        stages: (submesh, first layer, layer behind the last) of every stage of a division that reaches it, in order.
+    """
+
+    seconds: float
+    stages: tuple[tuple[int, int, int], ...]
+
+
+def least_step(question: Question, paths: Sequence[Floats]) -> LeastStep:
+    """Lower bound on the step of every division.
 
     Args:
         question: the problem, with lower bounds for costs.
         paths: of every submesh, s of the passes of one microbatch of layers i .. j - 1 at [i, j].
     """
-    q = question
-    upper = np.triu(np.ones((q.layers + 1, q.layers + 1), bool), 1)
-    positions = q.positions()
-    busy = {n: np.where(upper, q.microbatches * q.prices[n].times(q.microbatches), np.inf) for n, _, _ in positions}
+    q, tables = question, _Tables(question, paths)
     behind = np.full((q.layers + 1, q.devices + 1), np.inf)
     behind[q.layers, q.devices] = 0.0
-    best = np.inf
+    levels, best, of_best = [behind], np.inf, 0
     for stages in range(1, (q.stages or min(q.layers, q.devices)) + 1):
-        least = np.full(behind.shape, np.inf)
-        for n, starts, stops in positions:
-            fits = q.prices[n].peaks(q.in_flight(stages)) <= q.memory[n]
-            seconds = np.where(fits, busy[n], np.inf).min(0)
-            through = np.where(upper, paths[n], np.inf)[:, :, None] + behind[None][:, :, stops]
-            least[:, starts] = np.minimum(least[:, starts], np.maximum(seconds[:, :, None], through).min(1))
-        behind = np.where(least < best, least, np.inf)
-        if stages >= q.fewest and q.stages in (None, stages):
-            best = min(best, float(behind[0, 0]))
-        if not np.isfinite(behind).any():
+        least = tables.longer(levels[-1], stages)
+        levels.append(np.where(least < best, least, np.inf))
+        if stages >= q.fewest and q.stages in (None, stages) and levels[-1][0, 0] < best:
+            best, of_best = float(levels[-1][0, 0]), stages
+        if not np.isfinite(levels[-1]).any():
             break
-    return best * (1 - ROUNDING)
+    return LeastStep(best * (1 - ROUNDING), tables.read(levels[: of_best + 1]))
+
+
+class _Tables:
+    """The dynamic program of `least_step`; arrays by `autopar.passes.inter_op.dynamic_program.by_length`."""
+
+    def __init__(self, question: Question, paths: Sequence[Floats]) -> None:
+        q = self.question = question
+        self.positions = q.positions()
+        self.prices = {n: q.prices[n].by_length(q.prices[n].longest(q.memory[n])) for n, _, _ in self.positions}
+        self.busy = {n: q.microbatches * p.times(q.microbatches) for n, p in self.prices.items()}
+        self.paths = {n: by_length(paths[n], len(p.seconds[0]) - 1) for n, p in self.prices.items()}
+
+    def _seconds(self, n: int, stages: int) -> Floats:
+        """Seconds that the first of so many stages is busy in a step."""
+        fits = self.prices[n].peaks(self.question.in_flight(stages)) <= self.question.memory[n]
+        return np.where(fits, self.busy[n], np.inf).min(0)
+
+    def longer(self, behind: Floats, stages: int) -> Floats:
+        """Bounds with one more stage in front of the state (layer, device), which makes so many."""
+        longer = np.full(behind.shape, np.inf)
+        for n, starts, stops in self.positions:
+            reached = np.isfinite(behind[:, stops])
+            at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
+            if len(at):
+                seconds, last = self._seconds(n, stages), behind[:, stops[at]]
+                steps = np.full(last.shape, np.inf)
+                for length in range(1, min(len(seconds), int(rows[-1]) + 1)):
+                    first, end = max(rows[0], length), rows[-1] + 1
+                    here = slice(first - length, end - length)
+                    through = self.paths[n][length, here, None] + last[first:end]
+                    np.minimum(steps[here], np.maximum(seconds[length, here, None], through), out=steps[here])
+                longer[:, starts[at]] = np.minimum(longer[:, starts[at]], steps)
+        return longer
+
+    def read(self, levels: Sequence[Floats]) -> tuple[tuple[int, int, int], ...]:
+        """The stages of the least bound; ties go to the first placement, then to the fewest layers."""
+        stages_read: list[tuple[int, int, int]] = []
+        layer = device = 0
+        for stages in range(len(levels) - 1, 0, -1):
+            n, length, device = self._stage(
+                layer, device, levels[stages - 1], float(levels[stages][layer, device]), stages
+            )
+            stages_read.append((n, layer, layer + length))
+            layer += length
+        return tuple(stages_read)
+
+    def _stage(self, layer: int, device: int, behind: Floats, goal: float, stages: int) -> tuple[int, int, int]:
+        """(submesh, layers, device behind the last) of the first of so many stages."""
+        for n, starts, stops in self.positions:
+            for stop in stops[starts == device].tolist():
+                rest = behind[layer:, stop]
+                through = self.paths[n][: len(rest), layer] + rest[: len(self.paths[n])]
+                steps = np.maximum(self._seconds(n, stages)[: len(rest), layer], through)
+                if len(lengths := np.flatnonzero(steps == goal)):
+                    return n, int(lengths[0]), stop
+        raise AssertionError(f"no stage from layer {layer} and device {device} on takes the {goal} s it was found by")
 
 
 @dataclass(eq=False)
@@ -113,23 +176,23 @@ class PipelineBound:
 
     def least(self) -> float:
         """Lower bound (s) on the step with any number of microbatches; inf if none can fit."""
-        counts, tolerance = sorted(self.space.counts), self.effort.tolerance
+        counts = sorted(self.space.counts)
         enough = (1 - self.effort.gap) * self.planned
         bounds, done = dict.fromkeys(counts, 0.0), set[int]()
         while True:
             least = min((bounds[count] for count in done), default=math.inf)
-            worth = [count for count in counts if count not in done and bounds[count] < least * (1 - tolerance)]
+            worth = [count for count in counts if count not in done and bounds[count] < least]
             if not worth or min(bounds.values()) >= enough:
                 return min(bounds.values())
             lowest = min(bounds[count] for count in worth)
             # the smallest of about equal ones bounds the others too
-            chosen = next(count for count in worth if bounds[count] <= lowest * (1 + tolerance))
-            self._bound(chosen)
+            chosen = next(count for count in worth if bounds[count] <= lowest * (1 + self.effort.tolerance))
+            self._bound(chosen, least)
             done.add(chosen)
-            bounds.update((count, self.step(count)) for count in counts if count % chosen == 0)
+            bounds.update((count, self.step(count).seconds) for count in counts if count % chosen == 0)
 
-    def step(self, count: int) -> float:
-        """Lower bound (s) with this number of microbatches, from what is bounded for it and for numbers dividing it."""
+    def step(self, count: int) -> LeastStep:
+        """Lower bound with this number of microbatches, from what is bounded for it and for numbers dividing it."""
         of_layer = self._layers.classes.of_layer
         bounds = {n: [of_class[c] for c in of_layer] for n, of_class in self._bounds(count).items()}
         search, space = self.search, self.space
@@ -147,9 +210,10 @@ class PipelineBound:
         splits = any(SCHEDULES[s].split for s in space.schedules)
         paths = [sums_of_runs([0.0 if splits else bound.path for bound in bounds[n]]) for n in search.meshes]
         on_all = next((n for n, size in self._sizes.items() if size == search.cluster.num_devices), None)
-        # devices of several kinds are not one submesh, but one mesh may have them all: nothing is known of it
-        one_stage = 0.0 if on_all is None else self._one_stage(count, bounds[on_all])
-        return min(least_step(question, paths), one_stage)
+        if on_all is None:
+            return LeastStep(0.0, ())  # devices of several kinds may be one mesh, of which nothing is known
+        one_stage = LeastStep(self._one_stage(count, bounds[on_all]), ((on_all, 0, len(of_layer)),))
+        return min(least_step(question, paths), one_stage, key=lambda step: step.seconds)
 
     def _one_stage(self, count: int, layers: Sequence[LayerBound]) -> float:
         """Lower bound (s) on the step on all devices, where single layers are rematerialised and state is offloaded.
@@ -198,25 +262,56 @@ class PipelineBound:
         fixed = nothing + sums_of_runs([nbytes / self._sizes[n] for nbytes in self._fixed])
         return RunCosts(np.stack(seconds) / count, nothing, fixed, np.stack(stash))
 
-    def _bound(self, count: int) -> None:
-        """Bounds layers for this number of microbatches: of all classes if no divisor has bounds, else of large ones.
+    def _bound(self, count: int, least: float) -> None:
+        """Bounds layers for this number of microbatches.
 
-        Submeshes of one host come first, then larger ones, unless the step cannot be faster there than it is planned.
+        Layers of all classes if no divisor of the number has bounds: on submeshes of one host first, then on larger
+        ones, unless the step cannot be faster there than it is planned. Otherwise layers of large classes, on the
+        submeshes of the division that reaches the bound, until it has no others: other bounds would not raise it.
+
+        Args:
+            count: the number.
+            least: s; a bound as high need not be raised.
         """
-        is_first = not any(count % m == 0 for m, _, _ in self.bounded)
-        classes = self._layers.classes.stage.keys() if is_first else self._large
-        graphs = self._graphs(count, classes)
-        rules = self._rules(graphs)
-        host, sizes, binds = self.search.cluster.devices_per_host, self._sizes, self._memory_binds
+        classes = self._layers.classes.stage.keys()
+        if any(count % m == 0 for m, _, _ in self.bounded):
+            bound = self._bounding(count, self._large)
+            while missing := self._missing(count, least):
+                bound(missing)
+            return
+        bound, host, sizes = self._bounding(count, classes), self.search.cluster.devices_per_host, self._sizes
         groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
         for _, group in groups:
-            tasks = [(n, c) for n in group if self._even(count, n) < self.planned for c in graphs]
-            bound = [
-                partial(bound_on, graphs[c], self.search.meshes[n], rules[c], remat=binds and c in self._large)
+            bound([(n, c) for n in group if self._even(count, n) < self.planned for c in classes])
+
+    def _bounding(self, count: int, classes: Collection[int]) -> Callable[[Sequence[tuple[int, int]]], None]:
+        """A function that bounds layers of these classes on (submesh, class) pairs for a number of microbatches."""
+        graphs = self._graphs(count, classes)
+        rules = self._rules(graphs)
+
+        def bound(tasks: Sequence[tuple[int, int]]) -> None:
+            functions = [
+                partial(
+                    bound_on,
+                    graphs[c],
+                    self.search.meshes[n],
+                    rules[c],
+                    remat=self._memory_binds and c in self._large,
+                )
                 for n, c in tasks
             ]
-            results = zip(tasks, parallel_map.results(bound), strict=True)
+            results = zip(tasks, parallel_map.results(functions), strict=True)
             self.bounded.update(((count, n, c), result) for (n, c), result in results)
+
+        return bound
+
+    def _missing(self, count: int, least: float) -> Sequence[tuple[int, int]]:
+        """(submesh, class) of the large layers that the bound on the step is made of, and that are not bounded."""
+        step, of_layer = self.step(count), self._layers.classes.of_layer
+        if step.seconds >= least:
+            return ()
+        used = {(n, c) for n, first, last in step.stages for c in of_layer[first:last]}
+        return sorted((n, c) for n, c in used if c in self._large and (count, n, c) not in self.bounded)
 
     def _even(self, count: int, n: int) -> float:
         """Lower bound (s) on the step if all layers have submeshes of this size, evenly divided among them."""

@@ -142,7 +142,11 @@ def test_the_least_step_is_that_of_brute_force(data: st.DataObject) -> None:
             step = max(step, through + busy if fits else math.inf)
             through += paths[part.placement.submesh][part.first, part.last]
         best = min(best, step)
-    assert least_step(question, paths) == pytest.approx(best)
+    least = least_step(question, paths)
+    assert least.seconds == pytest.approx(best)
+    if best < math.inf:
+        assert [first for _, first, _ in least.stages] == [0, *(last for *_, last in least.stages[:-1])]
+        assert least.stages[-1][2] == question.layers
 
 
 @pytest.mark.parametrize(
@@ -163,6 +167,21 @@ def test_no_pipeline_is_faster_than_the_bound(cluster: str, share: float | None)
     bound = PipelineBound(of, space).least()
     assert bound > 0
     assert best is None or bound <= best.seconds
+
+
+def test_layers_that_are_not_bounded_would_not_raise_the_bound() -> None:
+    of = search("gpt-toy", "hosts with little bandwidth")
+    bound = PipelineBound(of, SearchSpace(of.batch, (2, 4, 8)))
+    least, left_out = bound.least(), 0
+    for count in {m for m, _, _ in bound.bounded} - {2}:
+        graphs = layers("gpt-toy", "hosts with little bandwidth", count).classes.graphs()
+        large = {c for m, _, c in bound.bounded if m == count}
+        for n, c in itertools.product(of.meshes, sorted(large)):
+            if (count, n, c) not in bound.bounded:
+                left_out += 1
+                bound.bounded[count, n, c] = bound_on(graphs[c], of.meshes[n], rules_of(graphs[c].graph))
+    assert left_out
+    assert min(bound.step(count).seconds for count in (2, 4, 8)) == pytest.approx(least)
 
 
 @cache
