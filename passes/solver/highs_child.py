@@ -9,6 +9,7 @@ then no branch and bound is needed. The solution file is JSON: status, bound, va
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 
@@ -29,6 +30,8 @@ def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
     status = _run(solver, deadline, relaxed=True)
     columns = solver.getSolution().col_value
     if status == "optimal" and any(abs(columns[i] - round(columns[i])) > INTEGRAL for i in integer):
+        # from where the relaxation ended HiGHS 1.16 may report the optimum with the values of a dearer solution
+        solver.clearSolver()
         status = _run(solver, deadline, relaxed=False)
     with open(solution_path, "w") as file:
         json.dump(_answer(solver, status, float(gap)), file)
@@ -59,8 +62,11 @@ def _answer(solver: highspy.Highs, status: str, gap: float) -> dict[str, object]
     bound = info.mip_dual_bound if mip else info.objective_function_value
     # without a bound HiGHS reports infinity, as a number near the largest
     proven = (status == "optimal" or (status == "time-limit" and mip)) and abs(bound) < 1e300
-    if status == "optimal" and gap > 0 and info.objective_function_value - bound > PROVEN * max(1.0, abs(bound)):
-        status = "near-optimal"
+    objective = math.fsum(
+        cost * values.get(name, 0.0) for name, cost in zip(names, solver.getLp().col_cost_, strict=True)
+    )
+    if status == "optimal" and objective - bound > PROVEN * max(1.0, abs(bound)):
+        status = "near-optimal" if gap > 0 else "failed"
     message = solver.modelStatusToString(solver.getModelStatus())
     return {"status": status, "bound": bound if proven else None, "values": values, "message": message}
 
