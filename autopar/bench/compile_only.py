@@ -32,7 +32,6 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from scipy.stats import spearmanr
 
 from autopar import api, zoo
 from autopar.bench import worker
@@ -271,6 +270,8 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _accuracy(rows: Sequence[Row], what: str) -> dict[str, float]:
     """Rank correlation and median error of predictions against the cost analysis, which counts no loops."""
+    from scipy.stats import spearmanr  # takes half a second, which a worker would spend at each start
+
     accuracy: dict[str, float] = {}
     counted = [r for r in rows if r[f"compiled_{what}"] and not r["loops"]]
     pairs = [(r[f"predicted_{what}"], r[f"compiled_{what}"]) for r in counted]

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
-from scipy.stats import spearmanr
 
 import autopar
 from autopar import zoo
@@ -124,6 +123,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
 
 def row(model: str, variants: Sequence[Variant], predicted: Sequence[float]) -> Row:
     """Predicted and measured seconds of every plan, and their rank correlation."""
+    from scipy.stats import spearmanr  # takes half a second, which a worker would spend at each start
+
     measured = [statistics.median(v.times) for v in variants]
     return {
         "model": model,

@@ -17,12 +17,12 @@ follow from the pipeline alone, not from the way in which a schedule was made.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
-
-import networkx as nx
 
 from autopar.errors import ScheduleError
 from autopar.schedules.complete import VERSIONS
@@ -171,15 +171,18 @@ def _acyclic(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
     if _runs_to_end(schedule):
         return
     names: dict[object, str] = {}
-    graph: nx.DiGraph[object] = nx.DiGraph()
+    graph = TopologicalSorter[object]()
     for rank, instructions in enumerate(schedule.lists):
         keys = enumerate(map(schedule.pipeline.event, instructions))
         events = [key if parties > 1 else (rank, position) for position, (key, parties) in keys]
         for event, i in zip(events, instructions, strict=True):
             names.setdefault(event, f"{i} on rank {rank}")
-        nx.add_path(graph, events)
-    if not nx.is_directed_acyclic_graph(graph):
-        cycle = [names[edge[0]] for edge in nx.find_cycle(graph)]
+        for before, event in itertools.pairwise(events):
+            graph.add(event, before)
+    try:
+        graph.prepare()
+    except CycleError as error:
+        cycle = [names[event] for event in error.args[1][:-1]]
         yield "each of these waits for the one before, in a circle: " + ", ".join(cycle)
 
 

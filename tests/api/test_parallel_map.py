@@ -95,17 +95,24 @@ except PinError as error:
     assert with_workers(2, script) == with_workers(1, script) != ""
 
 
-def test_stages_searched_in_several_processes_are_those_of_one() -> None:
+MODELS = {"mlp-toy": 4, "gpt-toy": 2}
+
+
+@pytest.mark.parametrize(("model", "layers"), sample(MODELS.items(), [("mlp-toy", 4)]))
+def test_stages_searched_in_several_processes_are_those_of_one(model: str, layers: int) -> None:
     """To the bit: the plan, its step time, and the bound."""
-    script = """
+    script = (
+        f"model, layers = {model!r}, {layers}"
+        + """
 from dataclasses import replace
 from autopar import plan, zoo
 from autopar.hardware.cluster import Cluster
-model = zoo.build("gpt-toy", layers=2)
+model = zoo.build(model, layers=layers)
 four = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
 pipeline = plan(model.step, *model.abstract_args(), cluster=replace(four, hosts=2, devices_per_host=2))
 print(len(pipeline.stages), pipeline.lower_bound_s, replace(pipeline, phases={}).to_json())
 """
+    )
     printed = {with_workers(number, script) for number in sample((1, 2, 4), (1, 4))}
     assert len(printed) == 1
     assert printed != {""}
@@ -113,16 +120,19 @@ print(len(pipeline.stages), pipeline.lower_bound_s, replace(pipeline, phases={})
 
 def test_a_number_of_processes_that_is_none() -> None:
     script = """
+import os
 from autopar import parallel_map
 from autopar.errors import ArgumentError
-try:
-    parallel_map.results([int, int])
-except ArgumentError as error:
-    print(error)
+for text in ("0", "two", "-1"):
+    os.environ["AUTOPAR_WORKERS"] = text
+    try:
+        parallel_map.results([int, int])
+    except ArgumentError as error:
+        print(error)
 """
-    for text in ("0", "two", "-1"):
-        wrong = f"import os\nos.environ['AUTOPAR_WORKERS'] = {text!r}\n" + script
-        assert f"AUTOPAR_WORKERS='{text}' must be a number of processes" in processes.printed(wrong, "0")
+    lines = processes.printed(script, "0").splitlines()
+    for text, line in zip(("0", "two", "-1"), lines, strict=True):
+        assert f"AUTOPAR_WORKERS='{text}' must be a number of processes" in line
 
 
 def test_tasks_in_step_hear_what_all_found_half_way() -> None:

@@ -34,9 +34,15 @@ def test_medians_keep_the_raw_times():
     assert summary["repeats"] == 3
 
 
-def test_a_fresh_process_measures_a_toy():
+@pytest.fixture(scope="module")
+def fresh() -> tuple[plan.Result, list[str]]:
+    """A toy that one process has measured, and what was told."""
     heard: list[str] = []
-    measurement = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append)
+    return plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append), heard
+
+
+def test_a_fresh_process_measures_a_toy(fresh: tuple[plan.Result, list[str]]):
+    measurement, heard = fresh
     assert set(measurement) >= KEYS
     assert set(measurement["phases"]) == set(plan.PHASES)
     assert 0.8 * measurement["total_s"] <= sum(measurement["phases"].values()) <= measurement["total_s"]
@@ -46,16 +52,16 @@ def test_a_fresh_process_measures_a_toy():
     assert plan.table(measurement).startswith("mlp-toy on 2x4 of dgx-h100")
 
 
-def test_what_is_read_from_the_cache_is_not_solved_again():
+def test_what_is_read_from_the_cache_is_not_solved_again(fresh: tuple[plan.Result, list[str]]):
+    solved, _ = fresh
     heard: list[str] = []
     measurement = plan.run({"model": "mlp-toy", "mesh": [2, 4], "from_cache": True}, 1, heard.append)
-    fresh = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1)
-    assert (measurement["from_cache"], fresh["from_cache"]) == (True, False)
+    assert (measurement["from_cache"], solved["from_cache"]) == (True, False)
     assert len(heard) == 2
     assert heard[0].startswith("kept: ")
-    assert measurement["step_time_s"] == fresh["step_time_s"]
+    assert measurement["step_time_s"] == solved["step_time_s"]
     assert (measurement["phases"]["graph"], measurement["phases"]["export"]) == (0.0, 0.0)
-    assert fresh["phases"]["graph"] > 0.0
+    assert solved["phases"]["graph"] > 0.0
     assert "from the cache" in plan.table(measurement)
 
 

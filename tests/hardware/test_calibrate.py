@@ -93,6 +93,9 @@ def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "STREAM_BYTES", (2**14, 2**18))
     monkeypatch.setattr(measure, "MESSAGE_BYTES", (2**10, 2**14))
     monkeypatch.setattr(measure, "GROUP_BYTES", (2**12,))
+    monkeypatch.setattr(measure, "SHORT", 2)
+    monkeypatch.setattr(measure, "LONG", 8)
+    monkeypatch.setattr(measure, "REPEATS", 3)
     heard: list[str] = []
     calibration = measure.calibrate(Cluster.local(), heard.append)
     assert len(heard) == len(set(heard)) == measure.steps(Cluster.local())

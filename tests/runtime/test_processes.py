@@ -33,9 +33,9 @@ def launched(processes: int, devices: int, *arguments: str, script: Path = SCRIP
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
-def rows(done: subprocess.CompletedProcess[str]) -> Mapping[str, Mapping[str, Any]]:
+def rows(done: subprocess.CompletedProcess[str], status: int = 0) -> Mapping[str, Mapping[str, Any]]:
     """Case -> what process 0 printed."""
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == status, done.stderr[-3000:]
     printed = [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
     return {row["case"]: row for row in printed}
 
@@ -51,9 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_processes(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Two processes of two devices: a stage, or two, in each."""
-    return rows(launched(2, 2, *EQUAL, *REFUSED, "forty", f"checkpoint={folder}"))
+def launch_of_two(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Two processes of two devices: a stage, or two, in each; in the last case process 1 is killed."""
+    return launched(2, 2, *EQUAL, *REFUSED, "forty", f"checkpoint={folder}", "death")
+
+
+@pytest.fixture(scope="module")
+def two_processes(launch_of_two: subprocess.CompletedProcess[str]) -> Mapping[str, Mapping[str, Any]]:
+    """The rows of that launch."""
+    return rows(launch_of_two, status=128 + signal.SIGKILL)
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -129,8 +135,10 @@ def test_all_processes_name_the_line_that_made_a_nan(two_processes: Mapping[str,
     assert re.fullmatch(r"NanError: \w+ at launched_steps\.py:\d+ gives NaN: an operand is infinite", first)
 
 
-def test_a_process_that_dies_is_named_by_the_others_and_by_the_exit_status() -> None:
-    done = launched(2, 2, "death")
+def test_a_process_that_dies_is_named_by_the_others_and_by_the_exit_status(
+    launch_of_two: subprocess.CompletedProcess[str],
+) -> None:
+    done = launch_of_two
     assert done.returncode == 128 + signal.SIGKILL
     assert "ProcessError: the step cannot go on: process 1 of 2 does not answer" in done.stderr
     assert "autopar launch: process 1 of 2 was ended by SIGKILL" in done.stderr
@@ -138,8 +146,10 @@ def test_a_process_that_dies_is_named_by_the_others_and_by_the_exit_status() -> 
 
 @pytest.fixture(scope="module")
 def deaths() -> Sequence[Mapping[str, Any]]:
-    """Process 1 of two is killed while steps run, then process 0."""
-    return measured_deaths.run(measured_deaths.Deaths(rounds=2, phases=("steps",)))
+    """Process 1 of two is killed while steps run, then process 0; soon, for steps run at full speed until then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_deaths, "MOMENTS", {"steps": (0.0, 0.5)})
+        return measured_deaths.run(measured_deaths.Deaths(rounds=2, phases=("steps",)))
 
 
 def test_the_others_end_with_a_named_error_when_a_process_is_killed(deaths: Sequence[Mapping[str, Any]]) -> None:
