@@ -33,7 +33,7 @@ Tree = Any
 Batch = dict[str, np.ndarray]
 
 LAYERS, WIDTH, HEADS, RANK = 2, 64, 4, 4
-BATCH, SEQ, STEPS = 32, 32, 60
+BATCH, SEQ, STEPS = 16, 32, 60
 COMPARED_STEPS, LOSS_TOLERANCE, NEEDED_NATS, MOST_SUMMED = 3, 1e-5, 0.1, 0.25
 MATRICES = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
 

@@ -31,7 +31,7 @@ import autopar
 
 Batch = dict[str, Any]
 
-HELD_OUT, BATCH, STEPS = 360, 128, 80
+HELD_OUT, BATCH, STEPS = 360, 128, 50
 COMPARED_STEPS, LOSS_TOLERANCE, NEEDED_ACCURACY = 3, 1e-5, 0.95
 
 

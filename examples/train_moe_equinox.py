@@ -34,7 +34,7 @@ import autopar
 Batch = dict[str, Any]
 
 WIDTH, HEADS, EXPERTS, CHOSEN = 64, 4, 8, 2
-BATCH, SEQ, STEPS = 32, 32, 100
+BATCH, SEQ, STEPS = 16, 32, 60
 CAPACITY = 2 * CHOSEN * SEQ // EXPERTS  # tokens of a sequence that an expert takes: twice an even share
 BALANCE = 0.01  # weight of the balance loss
 COMPARED_STEPS, LOSS_TOLERANCE, NEEDED_NATS, MOST_LOAD = 3, 1e-5, 0.5, 3.0
