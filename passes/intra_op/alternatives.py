@@ -132,12 +132,13 @@ class Alternatives:
     def _passes(self) -> tuple[float, tuple[tuple[Floats, ...], ...]]:
         """A lower bound (s) on all plans; and [pass][c][a], one on those in which all of class c has strategy a."""
         problem, place = self._converged
-        ends, state, lower = ends_of(problem), initial(problem, None, bounded=False), -np.inf
+        ends, lower = ends_of(problem), -np.inf
+        state = initial(problem, ends, None, bounded=False)
         passes: list[tuple[Floats, ...]] = []
         for number in range(1 + PASSES):
             if number:  # the first pass has no messages of one before it
                 state.bounds = [np.full(len(node.cost), -np.inf) for node in problem.nodes]
-            lower = max(lower, sweep(problem, ends, state, decode=False)[0])
+            lower = max(lower, sweep(ends, state, decode=False)[0])
             if state.bounds is not None:
                 passes.append(tuple(state.bounds[v] for v in place))
         return lower, tuple(passes)

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from autopar.ir.problem import Floats, Ints, Problem
+from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.cutting_plane import smallest, within
 from autopar.passes.memory.evaluate import Evaluator
 from autopar.passes.memory.presolve import ConstrainedProblem
-from autopar.passes.solver.dual_ascent import End, ends_of, initial, sweep
+from autopar.passes.solver.dual_ascent import ends_of, initial, sweep
 
 # relative distance between bound and model that counts as zero: the model is solved to 1e-9 of its largest cost
 MODEL_CLOSED = 1e-7
@@ -135,32 +135,28 @@ class Messages:
     def __init__(self, constrained: ConstrainedProblem) -> None:
         self.constrained = constrained
         self._ends = ends_of(constrained.problem)
-        self._state = initial(constrained.problem, bounded=False)
-        self._penalised = constrained.problem
+        self._state = initial(constrained.problem, self._ends, bounded=False)
         self._multipliers = np.zeros(constrained.rows)
         self._stale = False
-        self._slots = _slots(constrained, self._ends)
 
     def set(self, multipliers: Floats) -> None:
         """Penalise bytes by these multipliers (s/byte), shape (R,). Messages stay."""
         if np.array_equal(multipliers, self._multipliers) and not self._stale:
             return
         self._multipliers, self._stale = multipliers, False
-        nodes = list(self.constrained.problem.nodes)
+        problem, state = self.constrained.problem, self._state
         for v, usage in self.constrained.nodes.items():
-            nodes[v] = replace(nodes[v], cost=nodes[v].cost + multipliers @ usage)
-        self._penalised = Problem(tuple(nodes), self.constrained.problem.edges)
+            state.costs[v] = problem.nodes[v].cost + multipliers @ usage
+        row = multipliers[None]
         for i, usage in self.constrained.edges.items():
-            e = self.constrained.problem.edges[i]
-            table = e.table + np.tensordot(multipliers, usage, 1)
-            (u, at_u), (v, at_v) = self._slots[i]
+            e = problem.edges[i]
+            table = e.table + np.dot(row, usage.reshape(len(usage), -1)).reshape(e.table.shape)
             flipped = np.ascontiguousarray(table.T)
-            self._ends[u][at_u] = replace(self._ends[u][at_u], table=table, flipped=flipped)
-            self._ends[v][at_v] = replace(self._ends[v][at_v], table=flipped, flipped=table)
+            state.tables[2 * i : 2 * i + 2] = (table, flipped) if e.u < e.v else (flipped, table)
 
     def run(self, passes: int) -> tuple[float, list[Ints]]:
         """The best lower bound (s) on the penalised cost from these passes, and the plans that they decode."""
-        sweeps = [sweep(self._penalised, self._ends, self._state) for _ in range(passes)]
+        sweeps = [sweep(self._ends, self._state) for _ in range(passes)]
         return max(bound for bound, _ in sweeps), [plan for _, plan in sweeps]
 
     def copy(self) -> list[Floats]:
@@ -172,15 +168,6 @@ class Messages:
         self._state.into = list(messages)
         self._stale = True
         self.set(multipliers)
-
-
-def _slots(
-    constrained: ConstrainedProblem, ends: list[list[End]]
-) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-    """Edge with bytes -> (node, position in `ends` of that node) of its node u and of its node v."""
-    at = {(x.edge, v): place for v, around in enumerate(ends) for place, x in enumerate(around)}
-    edges = {i: constrained.problem.edges[i] for i in constrained.edges}
-    return {i: ((e.u, at[i, e.u]), (e.v, at[i, e.v])) for i, e in edges.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -147,6 +147,9 @@ class State:
     """The state of an ascent.
 
     Attributes:
+        costs: cost of each strategy of each node (s).
+        tables: [end] is the table (s), rows for the classes of this end; that of the other end is its transpose.
+        lower, higher: per node, its edges to nodes before and after it.
         into: [end] is the message m into an end of an edge (s per class), numbered as `End.mine`.
         shares: [end] is the share p that this end last sent (s per class).
         rest: rest_v of the last visit of each node (s), shape (nodes,).
@@ -156,6 +159,10 @@ class State:
         settled: whether the last pass ran on the present costs. Strategy bounds need its rests and shares.
     """
 
+    costs: list[Floats]
+    tables: list[Floats]
+    lower: list[list[End]]
+    higher: list[list[End]]
     into: list[Floats]
     shares: list[Floats]
     rest: Floats
@@ -194,7 +201,7 @@ def ascend(
         bounded: keep strategy bounds, which take a third of the time of a pass; without them none is ruled out.
     """
     ends = ends_of(problem)
-    state = initial(problem, counts, bounded=bounded)
+    state = initial(problem, ends, counts, bounded=bounded)
     lower, value, best = -np.inf, np.inf, None
     gaps: list[float] = []
     lowers: list[float] = []
@@ -203,7 +210,7 @@ def ascend(
         or len(gaps) >= effort.passes
         or (len(gaps) >= 2 and (lower >= limit or time.monotonic() > deadline))
     ):
-        bound, plan = sweep(problem, ends, state)
+        bound, plan = sweep(ends, state)
         lower = max(lower, bound)
         cost = problem.value(plan)
         if cost < value or best is None:
@@ -214,7 +221,7 @@ def ascend(
         gaps.append(min(value, upper) - lower)
         lowers.append(lower)
     if state.passes % 2:  # the messages of `Ascent` are those after a backward pass
-        lower = max(lower, sweep(problem, ends, state, decode=False)[0])
+        lower = max(lower, sweep(ends, state, decode=False)[0])
     messages = tuple(zip(state.into[::2], state.into[1::2], strict=True))
     return Ascent(min(lower, value), value, best, tuple(state.bounds or ()), messages, state.rest, state.passes, ends)
 
@@ -282,21 +289,26 @@ def _by_class(classes: Ints) -> tuple[Ints | None, Ints]:
     return None if plain else order, starts
 
 
-def initial(problem: Problem, counts: Ints | Floats | None = None, *, bounded: bool = True) -> State:
+def initial(
+    problem: Problem, ends: list[list[End]], counts: Ints | Floats | None = None, *, bounded: bool = True
+) -> State:
     """The state before the first pass, with zero messages; `counts` and `bounded` as in `ascend`."""
-    shapes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
-    into = [np.zeros(classes) for shape in shapes for classes in shape]
+    by_number = {x.mine: x.table for of_node in ends for x in of_node}
+    tables = [by_number[number] for number in range(len(by_number))]
+    lower = [[x for x in of_node if x.other < v] for v, of_node in enumerate(ends)]
+    higher = [[x for x in of_node if x.other >= v] for v, of_node in enumerate(ends)]
+    into = [np.zeros(len(table)) for table in tables]
     bounds = [np.full(len(n.cost), -np.inf) for n in problem.nodes] if bounded else None
     shares = [np.zeros(0) for _ in into]
     sizes = np.ones(len(problem.nodes), dtype=np.int64) if counts is None else counts
-    return State(into, shares, np.zeros(len(problem.nodes)), bounds, sizes)
+    costs = [n.cost for n in problem.nodes]
+    return State(costs, tables, lower, higher, into, shares, np.zeros(len(costs)), bounds, sizes)
 
 
-def sweep(problem: Problem, ends: list[list[End]], state: State, *, decode: bool = True) -> tuple[float, Ints]:
+def sweep(ends: list[list[End]], state: State, *, decode: bool = True) -> tuple[float, Ints]:
     """Run one pass, forward if `state.passes` is even, and update the state.
 
     Args:
-        problem: the problem.
         ends: from `ends_of(problem)`.
         state: from `initial`; strategy bounds are raised if it has them.
         decode: decode a plan.
@@ -305,19 +317,19 @@ def sweep(problem: Problem, ends: list[list[End]], state: State, *, decode: bool
         The lower bound (s), and the decoded plan, shape (nodes,); -1 for every node if none is decoded.
     """
     forward = state.passes % 2 == 0
-    nodes = range(len(problem.nodes)) if forward else range(len(problem.nodes) - 1, -1, -1)
-    plan = [-1] * len(problem.nodes)
+    count, messages = len(state.costs), state.into
+    nodes = range(count) if forward else range(count - 1, -1, -1)
+    visited, following = (state.lower, state.higher) if forward else (state.higher, state.lower)
+    plan = [-1] * count
     # sums (s) over all nodes but v, and over the pending edges
     rest, pending = float(state.rest.sum()), 0.0
     jump: dict[int, float] = {}  # pending edge -> least cost (s)
     for v in nodes:
-        before: list[End] = []
-        after: list[End] = []
-        theta = problem.nodes[v].cost.copy()
+        before, after = visited[v], following[v]
+        theta = state.costs[v].copy()
         for x in ends[v]:
-            into = state.into[x.mine]
+            into = messages[x.mine]
             theta += into if x.order is None else into[x.classes]
-            (before if (x.other < v) == forward else after).append(x)
         if decode:
             plan[v] = _decode(theta, before, plan, state)
         least = theta.item(theta.argmin())  # faster than min() on such short arrays
@@ -327,15 +339,15 @@ def sweep(problem: Problem, ends: list[list[End]], state: State, *, decode: bool
         for x in after:
             _send(x, share, state)
         if state.bounds is not None:
-            rest -= float(state.rest[v])
-            pending -= sum(jump.pop(x.edge) for x in before)
+            rest -= state.rest.item(v)
+            pending -= sum([jump.pop(x.edge) for x in before])
             if state.settled:
                 bound = (theta - least) / state.counts[v] + (rest + pending + least)
                 np.maximum(state.bounds[v], bound, out=state.bounds[v])
             rest += mine
             for x in after:
-                jump[x.edge] = _least(x, state)
-                pending += jump[x.edge]
+                jump[x.edge] = least_of_edge = _least(x, state)
+                pending += least_of_edge
         state.rest[v] = mine
     state.passes += 1
     state.settled = True
@@ -346,7 +358,7 @@ def _decode(theta: Floats, before: list[End], plan: Sequence[int], state: State)
     """The first best strategy, given the nodes visited before: their table entries replace their messages."""
     score = theta
     for x in before:
-        decided = x.flipped[x.other_list[plan[x.other]]] - state.into[x.mine]
+        decided = state.tables[x.theirs][x.other_list[plan[x.other]]] - state.into[x.mine]
         score = score + (decided if x.order is None else decided[x.classes])
     return int(score.argmin())
 
@@ -355,7 +367,7 @@ def _send(x: End, share: Floats, state: State) -> None:
     """Send a node's share over edge x."""
     least = share if x.order is None else np.minimum.reduceat(share[x.order], x.starts)
     state.shares[x.mine] = mine = least - state.into[x.mine]
-    state.into[x.theirs] = np.minimum.reduce(x.table + mine[:, None])
+    state.into[x.theirs] = np.minimum.reduce(state.tables[x.mine] + mine[:, None])
 
 
 def _least(x: End, state: State) -> float:

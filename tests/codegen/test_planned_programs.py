@@ -104,10 +104,11 @@ COVER: list[tuple[str, dict[str, int], tuple[tuple[int, ...], ...], str, int, fl
     ("gpt-toy-remat", {"batch": 16}, ((4,), (2, 2)), "1f1b", 2, LINKS),
     ("gpt-toy-scan", {"batch": 16}, ((2,), (2, 2)), "gpipe", 2, FAST_LINKS),
     ("moe-toy", {}, ((2, 2), (1,)), "1f1b", 2, LINKS),
+    ("mlp-toy", {"batch": 32}, ((2, 2), (1,)), "1f1b", 2, LINKS),
 ]
 
 
-KEPT = [COVER[i] for i in (1, 2, 4, 6, 7)]
+KEPT = [COVER[i] for i in (1, 2, 4, 6, 8)]
 
 
 @pytest.mark.parametrize(

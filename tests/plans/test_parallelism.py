@@ -207,7 +207,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     # 2 stages of (2, 4): the batch over the first axis, operators over the second
     "GPT-6.7B": (
         "gpt-6.7b",
-        {"layers": 4, "batch": 32},
+        {"layers": 2, "batch": 32},
         {
             "mesh": (2, 2, 4),
             "stages": 2,
@@ -215,7 +215,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
             "pins": autopar.pins.data_parallel("y") | autopar.pins.megatron("z"),
         },
         "2 stages, 2 microbatches, schedule 1f1b; data parallel over y (2 ways); tensor parallel over z (4 ways: "
-        "attention by heads, columns of weights, rows of weights); layers 0 to 4 recomputed (full)",
+        "attention by heads, columns of weights, rows of weights); layers 0 to 2 recomputed (full)",
     ),
     # 16 stages of (1, 4): operators over the second axis
     "GPT-39B": (

@@ -292,7 +292,7 @@ def test_parts_are_on_the_devices_on_which_jax_has_them(spec):
 
 
 def test_memory_over_a_pipeline_reaches_the_peak_of_every_rank():
-    model = zoo.build("gpt-toy")
+    model = zoo.build("mlp-toy", layers=4)
     args = model.abstract_args()
     for schedule in ("gpipe", "1f1b", "zb-h1"):
         plan = autopar.plan(model.step, *args, mesh=(2,), stages=2, num_microbatches=4, schedule=schedule)

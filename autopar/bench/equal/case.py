@@ -316,10 +316,10 @@ def single(target: str, dtype: str, batch: int | None = None) -> Single:
     return Single(model_inputs, run, float((compiled.cost_analysis() or {})["flops"]))
 
 
-def case(baseline: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") -> Row:
-    """All criteria for one model on one mesh."""
+def case(baseline: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear", *, replans: bool = True) -> Row:
+    """All criteria for one model on one mesh; `replans` as in `parallel`."""
     inputs, devices = baseline.inputs, math.prod(mesh)
-    ours = parallel(inputs, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
+    ours = parallel(inputs, replans=replans, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
     numbers, wrong = compared(baseline, ours.run, dtype, devices)
     report = verification.verify_compiled(ours.compiled, inputs.model.step, inputs.state, inputs.batches[0])
     row = Row(
