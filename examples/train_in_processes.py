@@ -28,9 +28,9 @@ import autopar
 
 Tree = Any
 
-LAYERS, WIDTH, BATCH, STEPS = 4, 64, 64, 30
+LAYERS, WIDTH, BATCH, STEPS = 2, 64, 64, 30
 PROCESSES, DEVICES = 2, 4
-RATE, TOLERANCE, FALL = 0.2, 1e-5, 0.5
+RATE, TOLERANCE, FALL = 0.4, 1e-5, 0.5
 
 
 def init_params(key: jax.Array) -> Tree:

@@ -28,7 +28,7 @@ LAST_LINES = {
         EQUAL,
     ),
     "pipelined_inference": (
-        r"8 layers in 4 stages: a device stores at most 2\d% of the weights: ok",
+        r"4 layers in 4 stages: a device stores at most 2\d% of the weights: ok",
         r"the pipeline equals the single-device run: probabilities within \S+ of the largest \(allowed 1e-05\): ok",
     ),
     "train_digits": (r"accuracy on 360 held-out images 9\d\.\d% \(needed 95%\): ok", EQUAL),

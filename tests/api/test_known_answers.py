@@ -271,8 +271,8 @@ import autopar
 from autopar import zoo
 from autopar.hardware.cluster import Cluster
 model = zoo.build("gpt-toy")
-cluster = Cluster.custom((2, 4), (1e-6, 1e-7), (4e-11, 1e-12), 1e13, 1e13, 10**10)
-plan = json.loads(autopar.plan(model.step, *model.abstract_args(), mesh=(2, 4), cluster=cluster).to_json())
+cluster = Cluster.custom((2, 2), (1e-6, 1e-7), (4e-11, 1e-12), 1e13, 1e13, 10**10)
+plan = json.loads(autopar.plan(model.step, *model.abstract_args(), mesh=(2, 2), cluster=cluster).to_json())
 del plan["phases"]
 print(json.dumps(plan))
 """

@@ -347,13 +347,13 @@ CUDNN = 'implementation="cudnn" in jax.nn.dot_product_attention'
 
 def attention_hints(attention: str, cluster: str) -> list[float]:
     """Predicted step times of the hint of cuDNN's attention, for a GPT with this attention on a preset."""
-    model = zoo.build("gpt-3m", seq=1024, batch=16, layers=2, dtype="bfloat16", attention=attention)
+    model = zoo.build("gpt-3m", seq=1024, batch=16, layers=1, dtype="bfloat16", attention=attention)
     plan = autopar.plan(model.step, *model.abstract_args(), mesh=(8,), cluster=cluster)
     return [hint.step_time_s for hint in plan.hints() if hint.change == CUDNN]
 
 
 def test_attention_of_cudnn_is_planned_in_place_of_that_of_xla() -> None:
-    model = zoo.build("gpt-3m", seq=1024, batch=16, layers=2, dtype="bfloat16", attention="cudnn")
+    model = zoo.build("gpt-3m", seq=1024, batch=16, layers=1, dtype="bfloat16", attention="cudnn")
     fused = autopar.plan(model.step, *model.abstract_args(), mesh=(8,), cluster="dgx-h100")
     assert attention_hints("dot_product", "dgx-h100") == [pytest.approx(fused.step_time_s)]
 

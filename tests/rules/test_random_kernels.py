@@ -28,6 +28,7 @@ from tests.rules.kernels import (
     reads_the_diagonal,
     reads_the_first,
 )
+from tests.support.effort import examples
 
 pytestmark = pytest.mark.core
 
@@ -87,7 +88,7 @@ def random_kernels(draw: Any) -> Kernel:
 FIRST = settings(deadline=None, max_examples=2000, phases=[Phase.generate])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(32), deadline=None)
 @given(random_kernels())
 def test_random_kernels_are_whole_when_cut(kernel: Kernel) -> None:
     assert_cut_is_whole(kernel)
@@ -136,7 +137,7 @@ def tabled_kernels(draw: Any) -> Kernel:
     return run, (table, array(2 * n, 2 * n, dtype=jnp.int32))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(32), deadline=None)
 @given(tabled_kernels())
 def test_random_kernels_with_tables_are_whole_when_cut(kernel: Kernel) -> None:
     assert_cut_is_whole(kernel)
