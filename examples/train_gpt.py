@@ -60,7 +60,7 @@ class Config:
 
 
 SIZES = {
-    "TOY": Config(layers=2, width=32, heads=8, batch=32, seq=32, learning_rate=2e-2, steps=100, seconds=60.0),
+    "TOY": Config(layers=2, width=32, heads=8, batch=64, seq=32, learning_rate=2e-2, steps=100, seconds=60.0),
     "3M": Config(layers=4, width=256, heads=8, batch=16, seq=128, learning_rate=2e-3, steps=300, seconds=110.0),
     "10M": Config(layers=6, width=384, heads=8, batch=16, seq=128, learning_rate=1e-3, steps=400, seconds=600.0),
 }

@@ -33,7 +33,7 @@ Batch = dict[str, Any]
 
 
 LAYERS, WIDTH, HEADS, KV_HEADS = 2, 64, 8, 4  # each key and value head serves HEADS / KV_HEADS query heads
-BATCH, SEQ, STEPS = 16, 32, 80
+BATCH, SEQ, STEPS = 32, 32, 80
 COMPARED_STEPS, LOSS_TOLERANCE, NEEDED_NATS = 3, 1e-5, 0.5
 
 
