@@ -16,9 +16,9 @@ from autopar.ir.train_state import match_state
 def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto"] = "auto") -> tuple[int, ...]:
     """Positions of the argument leaves that hold the batch.
 
-    "auto": leaves that are not state, of arguments whose leaves all have one leading extent (of any argument, if there
-    is none such), restricted to the leading extent that most of these leaves share; of two such extents, the one with
-    more elements. Scalars among chosen leaves are the same for all microbatches.
+    "auto": leaves that are neither state nor random keys, of arguments whose leaves all have one leading extent (of any
+    argument, if there is none such), restricted to the leading extent that most of these leaves share; of two such
+    extents, the one with more elements. Scalars among chosen leaves are the same for all microbatches.
 
     Raises:
         MicrobatchError: there is none, or the leading extent of one is 0 or not divisible by `count`.
@@ -53,7 +53,8 @@ def _no_batch(graph: Graph) -> str:
             "scalars. Pass a batch with examples, or name it with batch_argnums."
         )
     return (
-        f"none of the {len(graph.inputs)} arguments holds a batch: all are state or scalars. Name it with "
+        f"none of the {len(graph.inputs)} arguments holds a batch: all are state, random keys or scalars. A step that "
+        "makes its own examples has none to cut: leave out num_microbatches. Otherwise name the batch with "
         "batch_argnums."
     )
 
@@ -61,7 +62,8 @@ def _no_batch(graph: Graph) -> str:
 def infer_batch(graph: Graph) -> list[int]:
     """Positions of the leaves that "auto" chooses; see `batch_leaves`."""
     state = set(match_state(graph).values())
-    shapes = {i: graph.types[v].shape for i, v in enumerate(graph.inputs) if i not in state and graph.types[v].rank}
+    given = [(i, v) for i, v in enumerate(graph.inputs) if i not in state]
+    shapes = {i: graph.types[v].shape for i, v in given if graph.types[v].rank and not _is_raw_key(graph, v)}
     arguments = grouped((graph.input_paths[i].split("/", 1)[0], i) for i in shapes)
     uniform = [i for leaves in arguments.values() if len({shapes[i][0] for i in leaves}) == 1 for i in leaves]
     fit = uniform or list(shapes)
@@ -70,3 +72,11 @@ def infer_batch(graph: Graph) -> list[int]:
         elements[shapes[i][0]] += math.prod(shapes[i])
     best = max(leaves, key=lambda n: (leaves[n], elements[n], n), default=0)
     return [i for i in fit if shapes[i][0] == best]
+
+
+def _is_raw_key(graph: Graph, value: int) -> bool:
+    """True for the words of one random key: nothing reads them but `random_wrap`."""
+    type_ = graph.types[value]
+    if type_.rank != 1 or type_.dtype != "uint32":
+        return False
+    return all(use.op is not None and use.op.name == "random_wrap" for use in graph.uses_of(value))

@@ -127,10 +127,10 @@ def _mixes_totals(divided: Microbatches) -> bool:
 def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
     """Values of `Split.outer` for the batch, in the order in which they are tried.
 
-    First the pieces of the batch that devices have, then the rows into which the step reshapes its batch, then the
-    pieces of which it takes some, such as halves, then 1: blocks of consecutive examples. With 1 every device's
-    examples are in one microbatch, so that examples move between devices; but a step may need that, such as one that
-    sorts the tokens of neighbouring examples.
+    First the pieces of the batch that devices have, then the rows into which the step reshapes its batch or what it
+    computes of it, such as groups of examples that share a statistic. Then the pieces of which it takes some, such as
+    halves, then 1: blocks of consecutive examples. With 1 every device's examples are in one microbatch, so that
+    examples move between devices; but a step may need that, such as one that sorts the tokens of neighbouring examples.
     """
     extents = {graph.types[v].shape[0] for v in leaves}
     by_shard = shards if all(extent % (shards * count) == 0 for extent in extents) else 1
@@ -138,7 +138,9 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
     rows = dict.fromkeys(
         graph.types[op.outputs[0]].shape[0]
         for op in flat.ops
-        if op.name == "reshape" and op.inputs[0] in leaves and graph.types[op.outputs[0]].rank > 1
+        if op.name == "reshape"
+        and graph.types[op.outputs[0]].rank > 1
+        and not extents.isdisjoint(graph.type_of(op.inputs[0]).shape[:1])
     )
     rows.update(dict.fromkeys(n for op in flat.ops for n in _pieces_taken(graph, op, extents)))
     yield from (n for n in rows if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))

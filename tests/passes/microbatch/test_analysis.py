@@ -18,7 +18,6 @@ from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.accumulators import join_blocks
-from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms, slice_block, split_step
 from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.split import split
@@ -443,28 +442,24 @@ def test_a_batch_in_shards_stays_on_its_devices() -> None:
     assert moves(8) == 0 < moves(1)
 
 
-# The batch
+def test_a_group_of_examples_is_whole_in_a_microbatch() -> None:
+    """The groups are rows of activations, not of the batch: the standard deviation over a group goes to each of its 4
+    examples, a quarter of the batch apart."""
 
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            hidden = jnp.tanh(x @ w)
+            deviation = hidden.reshape(4, -1, 8).std(axis=0).mean(axis=1, keepdims=True)
+            return jnp.mean(jnp.concatenate([hidden, jnp.tile(deviation, (4, 1))], axis=1) ** 2)
 
-def test_the_batch_is_not_state() -> None:
-    step = programs.EXACT["dropout"]
-    graph = trace(step, *programs.arguments("dropout", step)).graph
-    assert [graph.input_paths[i] for i in batch_leaves(graph, 2)] == ["b/mask", "b/x", "b/y"]
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
 
-
-def test_scalars_of_the_batch_are_the_same_for_all() -> None:
-    args = jnp.ones(()), {"x": jnp.arange(8.0), "scale": 3.0}
-    traced = trace(lambda p, b: p * b["scale"] * b["x"].sum(), *args)
-    assert split_step(traced, 2, (1,))(*args) == 84
-
-
-def test_raw_keys_beside_the_batch_are_no_batch() -> None:
-    def step(state: Any, b: Any, key: jax.Array) -> Any:
-        noise = jax.random.normal(jax.random.wrap_key_data(key), b["x"].shape)
-        return state - jnp.mean(b["x"] + noise), jnp.sum(b["y"])
-
-    graph = trace(step, jnp.ones(()), {"x": jnp.ones((8, 2)), "y": jnp.ones(8)}, jnp.zeros(2, jnp.uint32)).graph
-    assert [graph.input_paths[i] for i in batch_leaves(graph, 2)] == ["b/x", "b/y"]
+    args = jnp.eye(8) / 3, jnp.sin(jnp.arange(128.0)).reshape(16, 8)
+    for count in (2, 4):
+        assert_close(split_step(trace(step, *args), count)(*args), step(*args))
+    with pytest.raises(MicrobatchError, match="does not fall into 8 microbatches"):
+        split_step(trace(step, *args), 8)
 
 
 # The oracle: a trace of the step on a batch of the microbatch's size
