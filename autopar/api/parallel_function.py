@@ -114,12 +114,15 @@ class ParallelFunction:
         if len(types) != len(plan.input_types):
             return
         pairs = zip(plan.input_paths, plan.input_types, types, strict=True)
-        changed = [f"'{path}' is {now} and was {before}" for path, before, now in pairs if now != before]
+        changed = [types for types in pairs if types[1] != types[2]]
         if changed:
+            path, before, now = changed[0]
             rest = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+            other_dtype = before.partition("[")[2] == now.partition("[")[2]
+            advice = "Pass it in one dtype" if other_dtype else "A last, smaller batch can be dropped or padded"
             warn(
-                f"{name_of(self.__wrapped__)} is planned and compiled again: {changed[0]}{rest}. A last, smaller batch "
-                "can be dropped or padded; compiled(...) plans and compiles ahead of a call"
+                f"{name_of(self.__wrapped__)} is planned and compiled again: '{path}' is {now} and was {before}{rest}. "
+                f"{advice}; compiled(...) plans and compiles ahead of a call"
             )
 
     @jax.disable_jit(False)

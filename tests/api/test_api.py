@@ -86,7 +86,9 @@ def test_a_call_with_another_shape_says_that_it_plans_again(counted: Any) -> Non
         params, _ = step(params, array(40, 8))
     params, _ = step(params, array(16, 8))
     step.compiled(params, array(48, 8))
-    step(params, array(48, 8))  # compiled ahead
+    params, _ = step(params, array(48, 8))  # compiled ahead
+    with pytest.warns(AutoparWarning, match=r"'x' is bf16\[48,8\] and was f32\[48,8\]. Pass it in one dtype; "):
+        step(params, array(48, 8, dtype=jnp.bfloat16))
 
 
 @pytest.mark.parametrize("value", [object(), np.array(["text"]), np.ma.array([1.0])])
