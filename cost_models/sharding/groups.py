@@ -141,7 +141,8 @@ class Grouping:
         rules: signature of an operation -> sharding rule.
         overlap: the communication that can overlap with computation.
         charges: HBM traffic of light operations, one by one; `OpGroup.light` has the sums.
-        repeated: value that a repeated part of the program makes (`Graph.repeats`) -> executions per step of that part.
+        repeated: value that a repeated part of the program makes (`Graph.repeats`), or that enters a region of it ->
+            executions per step of that part.
         free: indices of operations that cost nothing (`autopar.passes.op_groups.merge.Surroundings`).
     """
 

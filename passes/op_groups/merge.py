@@ -142,10 +142,14 @@ def group(
             _divide_evenly(b, b.bindings[value])
     _charge_followers(b, surroundings)
     groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    walked = graph.walk() if graph.repeats is not None else ()
-    repeated = {v: b.pace[op.index] for op in walked if b.pace.get(op.index, 1.0) > 1 for v in op.outputs}
+    repeated = {v: float(n) for i, n in often.ops.items() for op in graph.by_index[i].walk() for v in _made_anew(op)}
     grouping = Grouping(groups, b.bindings, tuple(b.uses), rules, b.overlap, tuple(b.charges), repeated)
     return grouping.without(surroundings.repeated) if surroundings else grouping
+
+
+def _made_anew(op: Op) -> Iterator[int]:
+    """Values that each execution of an operation has anew, with copies of its own: results, and what regions read."""
+    yield from (v for region in op.regions for v in region.inputs) if op.regions else op.outputs
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:

@@ -114,6 +114,33 @@ def test_what_a_pass_makes_of_a_value_that_microbatches_share_is_moved_in_every_
     assert {c.count for c in moved} == {4}
 
 
+@pytest.mark.parametrize("target", sample(["shardy", "cpu"], ["cpu"]))
+def test_what_a_recomputed_block_gathers_is_gathered_in_every_microbatch(target: str) -> None:
+    """Weights enter the block in their own layout, and their copies are made inside of it, pass by pass."""
+
+    @jax.checkpoint
+    def block(weights: Any, x: Any) -> Any:
+        return x + (jax.nn.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out = x
+            for weights in params:
+                out = block(weights, out)
+            return jnp.mean((out - y) ** 2)
+
+        return sgd(params, jax.grad(loss)(params))
+
+    weights = {"gate": array(64, 256), "up": array(64, 256), "down": array(256, 64)}
+    args = ([weights] * 4, array(256, 64), array(256, 64))
+    plan = autopar.plan(step, *args, mesh=(2, 4), cluster=dear((2, 4)), stages=2, num_microbatches=4)
+    assert any(c.count == 4 for stage in plan.stages for c in stage.collectives)
+    report = autopar.verify(plan, step, *args, target=target)
+    assert report.ok, str(report)
+    assert report.mismatches == ()
+    assert report.bytes == pytest.approx(report.comparison.predicted_wire_bytes)
+
+
 @pytest.mark.parametrize("target", ["shardy", "cpu"])
 @pytest.mark.parametrize("mesh", sample([(2, 4), (8,)], [(8,)]))
 def test_results_of_each_example_are_joined_as_the_plan_says(mesh: tuple[int, ...], target: str) -> None:
