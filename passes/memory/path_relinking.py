@@ -131,7 +131,8 @@ def _filled_greedily(items: _Items, weight: Floats, chosen: Ints, usage: Floats,
         if not able.any():
             return chosen
         extra = weight - weight[every, chosen][:, None]
-        ratio = np.where(able, gain / np.maximum(extra, np.finfo(float).tiny), np.inf)
+        with np.errstate(over="ignore"):  # what takes no bytes more is best, at -inf
+            ratio = np.where(able, gain / np.maximum(extra, np.finfo(float).tiny), np.inf)
         c, k = np.unravel_index(int(ratio.argmin()), ratio.shape)
         usage = usage + change[c, k]
         chosen[c] = k
