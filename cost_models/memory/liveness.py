@@ -149,6 +149,13 @@ class Liveness:
         chosen[list(indices)] = True
         return self._sum(name, chosen)
 
+    def most(self, index: int) -> float:
+        """The most bytes that a buffer takes under any choice."""
+        buffer = self.buffers[index]
+        if buffer.edge >= 0:
+            return float(self._table(buffer.edge, {buffer.at: 1}).max())
+        return float((self._vector(buffer.node, {buffer.at: 1}) if buffer.node >= 0 else self._sizes[buffer.at]).max())
+
     def _sum(self, name: str, chosen: NDArray[np.bool_]) -> Row:
         c = self._columns
         nodes = {v: self._vector(v, at) for v, at in _grouped(c.node, c.at, chosen & (c.node >= 0)).items()}

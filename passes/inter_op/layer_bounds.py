@@ -10,8 +10,15 @@ With these at no cost, and resharding between layers left out, the seconds of a 
 layers. A rematerialised layer takes as long as its forward pass alone, and the rest with as much of the forward pass as
 its residuals are computed from                                                                         -> bound_on
 
-Bytes are those of even shards: the state and the accumulators of gradients, and the residuals, each counted for the
-first layer that keeps it. A rematerialised layer keeps what it receives        -> BoundedLayers.residual_bytes
+Within a memory limit M, bytes may have a price w >= 0 (s/byte; Everett, 1963). The bound on a stage is again a sum over
+its layers:
+
+    seconds  >=  sum over layers of  min over layouts ( seconds + w bytes )  +  w (other bytes - M)      -> priced_on
+
+with the bytes of state, accumulators, and copies of weights in their layouts.
+
+Other bytes are those of even shards: the state and the accumulators of gradients, and the residuals, each counted for
+the first layer that keeps it. A rematerialised layer keeps what it receives    -> BoundedLayers.residual_bytes
 
 Layers are of one class if they are isomorphic as stages, backward pass and updates included -> bounded_layers.
 """
@@ -19,16 +26,20 @@ Layers are of one class if they are isomorphic as stages, backward pass and upda
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from autopar.cost_models.compiler.backends import backend_of
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.row import weighted_sum
 from autopar.cost_models.sharding.groups import Binding, Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Problem
 from autopar.passes.inter_op.layer_costs import LayerClasses
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.layers.find import Layers
+from autopar.passes.memory.penalised import penalised
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.op_groups import merge as op_groups
@@ -39,7 +50,7 @@ from autopar.passes.stages.assign import is_cheap
 from autopar.passes.stages.divide import PASS_KINDS, divide
 from autopar.passes.stages.graph import BEGIN, StageGraph
 from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, renamed
-from autopar.passes.stages.memory import stashed_values
+from autopar.passes.stages.memory import StageLiveness, stashed_values
 from autopar.rules import Rule
 
 
@@ -173,6 +184,57 @@ def bound_on(
         if group.op >= 0 and group.op not in grouping.free and layer.program_of(group.op) in PASS_KINDS
     )
     return LayerBound(seconds, max(seconds, recomputed), sum(in_passes) / layer.microbatches)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRates:
+    """Prices of a byte (s per step): of state, of accumulators of gradients, and of copies of state."""
+
+    state: float
+    sums: float
+    copies: float
+
+
+def priced_on(
+    layer: StageGraph,
+    mesh: LogicalMesh,
+    rules: Mapping[int, Rule],
+    owned: tuple[frozenset[int], frozenset[int]],
+    rates: Sequence[ByteRates],
+    *,
+    again: bool = False,
+    effort: BoundEffort = BOUND,
+) -> Sequence[float]:
+    """Lower bounds on the seconds of a layer plus the price of the bytes that it stores.
+
+    Args:
+        layer, mesh, rules: as for `bound_on`.
+        owned: arguments and totals of the step that are priced, which no other layer stores.
+        rates: prices; a bound for each.
+        again: whether the layer is rematerialised.
+    """
+    parts, graph = _LayerProblems(layer, mesh, rules), layer.graph
+    model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if again else (parts.whole, 0.0)
+    backend, donated = replace(backend_of(mesh.device), runs_eagerly=False), sorted((graph.carried or {}).values())
+    stage = StageLiveness(layer, model, mesh, Liveness(graph, model, mesh, backend, donated))
+    rows = (*stage.stored_row(*owned), stage.copies_row(_computed_from(layer, owned[0])))
+
+    def bound(of: ByteRates) -> float:
+        price = weighted_sum("price", *zip((of.state, of.sums, of.copies), rows, strict=True))
+        return fixed + _least(penalised(model.problem, price, 1.0), effort) + price.constant
+
+    return [bound(of) for of in rates]
+
+
+def _computed_from(layer: StageGraph, arguments: frozenset[int]) -> frozenset[int]:
+    """These arguments of the step as values of the graph, and results of the prologue that depend on them alone."""
+    values = {layer.arguments[v] for v in arguments if v in layer.arguments}
+    for i in layer.programs.get(BEGIN, ()):
+        op = layer.graph.by_index[i]
+        reads = [a for a in op.inputs if isinstance(a, int)]
+        if reads and all(a in values for a in reads):
+            values.update(op.outputs)
+    return frozenset(values)
 
 
 def _least(problem: Problem, effort: BoundEffort) -> float:

@@ -91,18 +91,27 @@ class LayerClasses:
         programs, wanted = StepPrograms(self.stages.split), self.stage if kinds is None else kinds
         return {k: stage_graph(self.stages, s, self.avals, programs) for k, s in self.stage.items() if k in wanted}
 
+    def owned(self, kind: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Arguments and totals of the step that a layer of this kind stores: its state, and the sums for it."""
+        s, split = self.stage[kind], self.stages.split
+        updates, programs = self.stages.updates, StepPrograms(split)
+        read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
+        totals = [t for pass_ in self.stages.stages[s].passes.values() for t in pass_.totals if t.value in read]
+        return (
+            frozenset(v for v, owner in updates.owners.items() if owner == s),
+            frozenset(t.value for t in totals if not programs.accumulator(t).is_stacked),
+        )
+
     def least_bytes(self) -> Mapping[int, float]:
         """Kind -> bytes of the state and of the accumulators of gradients of a layer, over all devices, each once."""
-        split, updates = self.stages.split, self.stages.updates
-        programs, types = StepPrograms(split), split.graph.types
+        types = self.stages.split.graph.types
         nbytes: dict[int, float] = {}
-        for kind, s in self.stage.items():
-            state = sum(types[v].nbytes for v, owner in updates.owners.items() if owner == s)
-            read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
-            totals = [t for pass_ in self.stages.stages[s].passes.values() for t in pass_.totals if t.value in read]
-            sums = [types[t.value] for t in totals if not programs.accumulator(t).is_stacked]
+        for kind in self.stage:
+            arguments, totals = self.owned(kind)
+            sums = [types[v] for v in totals if "float" in types[v].dtype]
             # gradients of 16 bits are accumulated in float32, hence 4 bytes at least
-            nbytes[kind] = state + math.fsum(t.size * max(t.itemsize, 4) for t in sums if "float" in t.dtype)
+            of_sums = math.fsum(t.size * max(t.itemsize, 4) for t in sums)
+            nbytes[kind] = sum(types[v].nbytes for v in arguments) + of_sums
         return nbytes
 
 

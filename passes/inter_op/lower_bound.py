@@ -13,14 +13,17 @@ left, the first of which begins with layer k on device d,
                  max( m t(k, j),  path(k, j) + G(s - 1, j, e) )                                            -> least_step
 
 A stage fits if its state, its accumulators and the residuals of the microbatches in flight do, in even shards, under
-the schedule with the fewest in flight. Transfers, copies, temporary values and what less memory costs are left out.
+the schedule with the fewest in flight. Transfers and temporary values are left out. What less memory costs is bounded
+at a few rates w per byte: with the price of its bytes in t_w, a stage with residuals of r bytes takes at least
+t_w + w (r - memory) seconds                                                                  -> layer_bounds.priced_on
+
 One stage on all devices may rematerialise single layers and offload state                  -> PipelineBound._one_stage
 
 Layers that are not bounded for a number of microbatches m have the bounds for a smaller m' that divides it: larger
 microbatches take no longer per example, so that m t(m) >= m' t(m'), and residuals are at least m'/m as large. These
 tell the numbers with which the step may be short. For these, layers that take most of the time are bounded on the
-submeshes of a division that reaches the bound, until it has no others: then no further bound would raise it
-                                                                                                  -> PipelineBound.least
+submeshes of a division that reaches the bound, until it has no others, and then priced there: in the end no further
+bound would raise it                                                                              -> PipelineBound.least
 """
 
 from __future__ import annotations
@@ -29,15 +32,23 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from typing import TypeAlias
 
 import numpy as np
 
 from autopar import parallel_map
 from autopar.cost_models.flops import model_flops
 from autopar.ir.problem import Floats
-from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, RunCosts, by_length
-from autopar.passes.inter_op.layer_bounds import BoundedLayers, LayerBound, bound_on, bounded_layers
+from autopar.passes.inter_op.dynamic_program import ROUNDING, LeastStep, Priced, Question, RunCosts, least_step
+from autopar.passes.inter_op.layer_bounds import (
+    BoundedLayers,
+    ByteRates,
+    LayerBound,
+    bound_on,
+    bounded_layers,
+    priced_on,
+)
 from autopar.passes.inter_op.layer_costs import sums_of_runs
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
 from autopar.passes.remat import rewrite as remat
@@ -61,99 +72,17 @@ class PipelineBoundEffort:
     # rematerialisation is bounded if so many times the bytes of all layers, in even shards and without temporaries, may
     # exceed the memory of the smallest submesh (not measured)
     margin: float = 4.0
+    # prices of bytes, as shares of the time of a step for all the memory of a device (not measured)
+    rates: tuple[float, ...] = (0.1, 0.3)
 
 
 PIPELINE_BOUND = PipelineBoundEffort()
 
 
-@dataclass(frozen=True)
-class LeastStep:
-    """A lower bound on the step of every division.
-
-    Attributes:
-        seconds: the bound; inf if no division fits.
-        stages: (submesh, first layer, layer behind the last) of every stage of a division that reaches it, in order.
-    """
-
-    seconds: float
-    stages: tuple[tuple[int, int, int], ...]
-
-
-def least_step(question: Question, paths: Sequence[Floats]) -> LeastStep:
-    """Lower bound on the step of every division.
-
-    Args:
-        question: the problem, with lower bounds for costs.
-        paths: of every submesh, s of the passes of one microbatch of layers i .. j - 1 at [i, j].
-    """
-    q, tables = question, _Tables(question, paths)
-    behind = np.full((q.layers + 1, q.devices + 1), np.inf)
-    behind[q.layers, q.devices] = 0.0
-    levels, best, of_best = [behind], np.inf, 0
-    for stages in range(1, (q.stages or min(q.layers, q.devices)) + 1):
-        least = tables.longer(levels[-1], stages)
-        levels.append(np.where(least < best, least, np.inf))
-        if stages >= q.fewest and q.stages in (None, stages) and levels[-1][0, 0] < best:
-            best, of_best = float(levels[-1][0, 0]), stages
-        if not np.isfinite(levels[-1]).any():
-            break
-    return LeastStep(best * (1 - ROUNDING), tables.read(levels[: of_best + 1]))
-
-
-class _Tables:
-    """The dynamic program of `least_step`; arrays by `autopar.passes.inter_op.dynamic_program.by_length`."""
-
-    def __init__(self, question: Question, paths: Sequence[Floats]) -> None:
-        q = self.question = question
-        self.positions = q.positions()
-        self.prices = {n: q.prices[n].by_length(q.prices[n].longest(q.memory[n])) for n, _, _ in self.positions}
-        self.busy = {n: q.microbatches * p.times(q.microbatches) for n, p in self.prices.items()}
-        self.paths = {n: by_length(paths[n], len(p.seconds[0]) - 1) for n, p in self.prices.items()}
-
-    def _seconds(self, n: int, stages: int) -> Floats:
-        """Seconds that the first of so many stages is busy in a step."""
-        fits = self.prices[n].peaks(self.question.in_flight(stages)) <= self.question.memory[n]
-        return np.where(fits, self.busy[n], np.inf).min(0)
-
-    def longer(self, behind: Floats, stages: int) -> Floats:
-        """Bounds with one more stage in front of the state (layer, device), which makes so many."""
-        longer = np.full(behind.shape, np.inf)
-        for n, starts, stops in self.positions:
-            reached = np.isfinite(behind[:, stops])
-            at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
-            if len(at):
-                seconds, last = self._seconds(n, stages), behind[:, stops[at]]
-                steps = np.full(last.shape, np.inf)
-                for length in range(1, min(len(seconds), int(rows[-1]) + 1)):
-                    first, end = max(rows[0], length), rows[-1] + 1
-                    here = slice(first - length, end - length)
-                    through = self.paths[n][length, here, None] + last[first:end]
-                    np.minimum(steps[here], np.maximum(seconds[length, here, None], through), out=steps[here])
-                longer[:, starts[at]] = np.minimum(longer[:, starts[at]], steps)
-        return longer
-
-    def read(self, levels: Sequence[Floats]) -> tuple[tuple[int, int, int], ...]:
-        """The stages of the least bound; ties go to the first placement, then to the fewest layers."""
-        stages_read: list[tuple[int, int, int]] = []
-        layer = device = 0
-        for stages in range(len(levels) - 1, 0, -1):
-            n, length, device = self._stage(
-                layer, device, levels[stages - 1], float(levels[stages][layer, device]), stages
-            )
-            stages_read.append((n, layer, layer + length))
-            layer += length
-        return tuple(stages_read)
-
-    def _stage(self, layer: int, device: int, behind: Floats, goal: float, stages: int) -> tuple[int, int, int]:
-        """(submesh, layers, device behind the last) of the first of so many stages."""
-        for n, starts, stops in self.positions:
-            for stop in stops[starts == device].tolist():
-                rest = behind[layer:, stop]
-                through = self.paths[n][: len(rest), layer] + rest[: len(self.paths[n])]
-                steps = np.maximum(self._seconds(n, stages)[: len(rest), layer], through)
-                if len(lengths := np.flatnonzero(steps == goal)):
-                    return n, int(lengths[0]), stop
-        raise AssertionError(f"no stage from layer {layer} and device {device} on takes the {goal} s it was found by")
+#: One stage on all devices, beside the policies for rematerialisation of other stages.
+ONE_STAGE = "one stage"
+_Task: TypeAlias = tuple[int, int, str]
+"""A submesh, a class of layers, and how they run: as they are written, rematerialised, or in one stage."""
 
 
 @dataclass(eq=False)
@@ -166,6 +95,8 @@ class PipelineBound:
         planned: step time (s) of a plan, to which the bound is compared; inf: none.
         effort: which layers are bounded.
         bounded: (number of microbatches, submesh, class of layers) -> its bound, as far as it is computed.
+        priced: (number of microbatches, submesh, class of layers, how they run) -> its bound with the price of its
+            bytes at all `rates` (`layer_bounds.priced_on`).
     """
 
     search: InterOpSearch
@@ -173,16 +104,16 @@ class PipelineBound:
     planned: float = math.inf
     effort: PipelineBoundEffort = PIPELINE_BOUND
     bounded: dict[tuple[int, int, int], LayerBound] = field(default_factory=dict[tuple[int, int, int], LayerBound])
+    priced: dict[tuple[int, int, int, str], Floats] = field(default_factory=dict[tuple[int, int, int, str], Floats])
 
     def least(self) -> float:
         """Lower bound (s) on the step with any number of microbatches; inf if none can fit."""
         counts = sorted(self.space.counts)
-        enough = (1 - self.effort.gap) * self.planned
         bounds, done = dict.fromkeys(counts, 0.0), set[int]()
         while True:
             least = min((bounds[count] for count in done), default=math.inf)
             worth = [count for count in counts if count not in done and bounds[count] < least]
-            if not worth or min(bounds.values()) >= enough:
+            if not worth or min(bounds.values()) >= self._enough:
                 return min(bounds.values())
             lowest = min(bounds[count] for count in worth)
             # the smallest of about equal ones bounds the others too
@@ -191,58 +122,171 @@ class PipelineBound:
             done.add(chosen)
             bounds.update((count, self.step(count).seconds) for count in counts if count % chosen == 0)
 
+    @property
+    def _enough(self) -> float:
+        """A bound (s) as high is not raised further."""
+        return (1 - self.effort.gap) * self.planned
+
     def step(self, count: int) -> LeastStep:
         """Lower bound with this number of microbatches, from what is bounded for it and for numbers dividing it."""
+        bounds = self._bounds(count)
+        on_all = self._on_all
+        if on_all is None:
+            return LeastStep(0.0, ())  # devices of several kinds may be one mesh, of which nothing is known
+        splits = any(SCHEDULES[s].split for s in self.space.schedules)
         of_layer = self._layers.classes.of_layer
-        bounds = {n: [of_class[c] for c in of_layer] for n, of_class in self._bounds(count).items()}
+        layers = {n: [of_class[c] for c in of_layer] for n, of_class in bounds.items()}
+        paths = [sums_of_runs([0.0 if splits else bound.path for bound in layers[n]]) for n in self.search.meshes]
+        one_stage = LeastStep(self._one_stage(count, bounds[on_all], on_all), ((on_all, 0, len(of_layer)),))
+        prices = self._prices(count, bounds)
+        return min(least_step(self._question(count, layers), paths, prices), one_stage, key=lambda step: step.seconds)
+
+    def _question(self, count: int, layers: Mapping[int, Sequence[LayerBound]]) -> Question:
+        """The division of the layers into stages; `layers`: submesh -> their bounds."""
         search, space = self.search, self.space
-        question = Question(
-            layers=len(of_layer),
+        return Question(
+            layers=len(self._layers.classes.of_layer),
             devices=search.cluster.num_devices,
             placements=search.where,
-            prices=[self._costs(n, count, bounds[n]) for n in search.meshes],
+            prices=[self._costs(n, count, layers[n]) for n in search.meshes],
             memory=search.capacity(space),
             microbatches=count,
-            in_flight=lambda stages: min(SCHEDULES[s].stash(Size(stages, count), 0) for s in space.schedules),
+            in_flight=lambda stages: self._in_flight(count, stages),
             stages=space.stages,
             fewest=2,
         )
-        splits = any(SCHEDULES[s].split for s in space.schedules)
-        paths = [sums_of_runs([0.0 if splits else bound.path for bound in bounds[n]]) for n in search.meshes]
-        on_all = next((n for n, size in self._sizes.items() if size == search.cluster.num_devices), None)
-        if on_all is None:
-            return LeastStep(0.0, ())  # devices of several kinds may be one mesh, of which nothing is known
-        one_stage = LeastStep(self._one_stage(count, bounds[on_all]), ((on_all, 0, len(of_layer)),))
-        return min(least_step(question, paths), one_stage, key=lambda step: step.seconds)
 
-    def _one_stage(self, count: int, layers: Sequence[LayerBound]) -> float:
+    def _in_flight(self, count: int, stages: int) -> int:
+        """Fewest microbatches in flight in the first of so many stages."""
+        return min(SCHEDULES[s].stash(Size(stages, count), 0) for s in self.space.schedules)
+
+    @property
+    def _on_all(self) -> int | None:
+        """The submesh of all devices."""
+        return next((n for n, size in self._sizes.items() if size == self.search.cluster.num_devices), None)
+
+    def _one_stage(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> float:
         """Lower bound (s) on the step on all devices, where single layers are rematerialised and state is offloaded.
 
         Elementwise operations are repeated at no cost. What then exceeds the memory is recomputed, or waits in host
         memory, the bytes first that take the fewest seconds (`autopar.passes.remat.choose_offload`).
+
+        Args:
+            count: the number of microbatches.
+            bounds: class of layers -> its bound on all devices.
+            n: the submesh of all devices.
         """
-        devices, bandwidth = self.search.cluster.num_devices, self.search.cluster.device.host_bandwidth
-        kept, least = ([n / (devices * count) for n in self._residuals[p]] for p in (remat.DOTS, remat.FULL))
-        state = sum(self.search.graph.types[v].nbytes for v in self._layers.classes.stages.updates.owners) / devices
-        excess = state + sum(kept) - max(self.search.capacity(self.space))
-        seconds = sum(bound.seconds for bound in layers)
+        devices, bandwidth = self._sizes[n], self.search.cluster.device.host_bandwidth
+        of_layer, memory = self._layers.classes.of_layer, max(self.search.capacity(self.space))
+        kept, least = ([each / (devices * count) for each in self._residuals[p]] for p in (remat.DOTS, remat.FULL))
+        state = math.fsum(self._state[c] for c in of_layer) / devices
+        excess = state + sum(kept) - memory
+        seconds = sum(bounds[c].seconds for c in of_layer)
+        layers = [bounds[c] for c in of_layer]
         saved = [(b.recomputed - b.seconds, a - f) for b, a, f in zip(layers, kept, least, strict=True) if a > f]
         saved += [(2 * state / bandwidth, state)] if bandwidth else []
         for again, nbytes in sorted(saved, key=lambda item: item[0] / item[1]):
             if excess > 0:
                 seconds += again * min(1.0, excess / nbytes)
                 excess -= nbytes
-        return math.inf if excess > 0 else seconds * (1 - ROUNDING)
+        if excess > 0:
+            return math.inf
+        with_prices = self._one_stage_priced(count, bounds, n)
+        return max(seconds, with_prices) * (1 - ROUNDING)
+
+    def _one_stage_priced(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> float:
+        """The same with bytes in their layouts, at the best rate; every layer is rematerialised if that is cheaper."""
+        share, memory = 1 / (self._sizes[n] * count), max(self.search.capacity(self.space))
+        dots, full = (share * np.array(self._residuals[p])[:, None] for p in (remat.DOTS, remat.FULL))
+        price = self._even_price(n, ONE_STAGE)
+        again = np.array([bounds[c].recomputed + price[c] for c in self._layers.classes.of_layer])
+        as_written = self._prices_of(count, bounds, n, ONE_STAGE)
+        least = np.minimum(as_written + self.rates * dots, again + self.rates * full)
+        return float((least.sum(0) - self.rates * memory).max())
+
+    def _prices(self, count: int, bounds: Mapping[int, Mapping[int, LayerBound]]) -> Mapping[int, Sequence[Priced]]:
+        """Submesh -> at every rate, the bounds of `_costs` with the price of all bytes but residuals."""
+        return {n: self._priced_runs(count, bounds[n], n) for n in bounds if self._has_prices(count, n)}
+
+    def _has_prices(self, count: int, n: int) -> bool:
+        """Whether any layer is priced that bounds those on a submesh for a number of microbatches."""
+        return any(
+            way != ONE_STAGE and count % m == 0 and self._share(smaller, n) is not None
+            for m, smaller, _, way in self.priced
+        )
+
+    def _priced_runs(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> Sequence[Priced]:
+        """At every rate, bounds of all runs of layers on a submesh for each rematerialisation policy."""
+        ways = {way: self._prices_of(count, bounds, n, way) for way in (remat.NONE, remat.FULL)}
+        layers = [
+            np.where(np.array(self._repeats(policy))[:, None], ways[remat.FULL], ways[remat.NONE])
+            for policy in self.space.policies
+        ]
+        return [
+            Priced(float(rate), np.stack([sums_of_runs(of_policy[:, k].tolist()) for of_policy in layers]))
+            for k, rate in enumerate(self.rates)
+        ]
+
+    def _prices_of(self, count: int, bounds: Mapping[int, LayerBound], n: int, way: str) -> Floats:
+        """Bounds of all layers with the price of their bytes, shape (layers, rates).
+
+        The highest of those for divisors of the number and of the submesh. What is not bounded is priced in even
+        shards.
+        """
+        highest: dict[int, Floats] = {}
+        for (m, smaller, c, run), priced in self.priced.items():
+            share = self._share(smaller, n)
+            if run == way and count % m == 0 and share is not None:
+                highest[c] = np.maximum(highest.get(c, 0.0), share * priced)
+        price = self._even_price(n, way)
+        of_class: dict[int, Floats] = {}
+        for c, bound in bounds.items():
+            seconds = bound.recomputed if way == remat.FULL else bound.seconds
+            # a byte more costs the rate more, at least for even shards
+            of_class[c] = price[c] + np.maximum.accumulate(np.maximum(highest.get(c, price[c]) - price[c], seconds))
+        return np.array([of_class[c] for c in self._layers.classes.of_layer])
+
+    def _even_price(self, n: int, way: str) -> Mapping[int, Floats]:
+        """Class of layers -> at every rate the price of what a layer stores in even shards."""
+        rates, total = self._byte_rates(way), self._least_bytes
+        return {
+            c: np.array([(r.state * state + r.sums * (total[c] - state)) / self._sizes[n] for r in rates])
+            for c, state in self._state.items()
+        }
+
+    def _byte_rates(self, way: str) -> Sequence[ByteRates]:
+        """What bytes cost at every rate.
+
+        On one mesh those of state cost no more than offloading, and those of copies nothing; nor, with one microbatch,
+        do those of sums.
+        """
+        if way != ONE_STAGE:
+            return [ByteRates(r, r, r) for r in self.rates.tolist()]
+        bandwidth = self.search.cluster.device.host_bandwidth
+        most = 2 / bandwidth if bandwidth else math.inf
+        return [ByteRates(min(r, most), r if min(self.space.counts) > 1 else 0.0, 0.0) for r in self.rates.tolist()]
+
+    @cached_property
+    def rates(self) -> Floats:
+        """Prices of a byte (s per step), from the bounds for the first number of microbatches."""
+        count = min(self.bounded)[0]
+        seconds = min(self._even(count, n) for n in self._sizes)
+        return np.array(self.effort.rates) * seconds / max(self.search.capacity(self.space))
+
+    def _share(self, smaller: int, larger: int) -> float | None:
+        """Seconds on a submesh, as a share of those on a smaller one at least; None if they are not compared."""
+        size, by = self._sizes[larger], self._sizes[smaller]
+        # devices of several kinds are not compared
+        return by / size if larger == smaller or (size % by == 0 and not self.search.cluster.groups) else None
 
     def _bounds(self, count: int) -> Mapping[int, Mapping[int, LayerBound]]:
         """Submesh -> class of layers -> the highest of its bounds for divisors of the number and of the submesh."""
         nothing = LayerBound(0.0, 0.0, 0.0)
         table = {n: dict.fromkeys(self._layers.classes.stage, nothing) for n in self._sizes}
         for (m, n, c), bound in self.bounded.items():
-            for larger, size in self._sizes.items() if count % m == 0 else ():
-                # devices of several kinds are not compared
-                if larger == n or (size % self._sizes[n] == 0 and not self.search.cluster.groups):
-                    share, best = self._sizes[n] / size, table[larger][c]
+            for larger in self._sizes if count % m == 0 else ():
+                if (share := self._share(n, larger)) is not None:
+                    best = table[larger][c]
                     table[larger][c] = LayerBound(
                         max(best.seconds, share * bound.seconds),
                         max(best.recomputed, share * bound.recomputed),
@@ -255,12 +299,16 @@ class PipelineBound:
         seconds: list[Floats] = []
         stash: list[Floats] = []
         for policy in self.space.policies:
-            again = [frees and policy == remat.FULL for frees in self._recomputable]
-            seconds.append(sums_of_runs([b.recomputed if a else b.seconds for b, a in zip(layers, again, strict=True)]))
+            again = zip(layers, self._repeats(policy), strict=True)
+            seconds.append(sums_of_runs([b.recomputed if a else b.seconds for b, a in again]))
             stash.append(sums_of_runs([nbytes / self._sizes[n] / count for nbytes in self._residuals[policy]]))
         nothing = np.zeros_like(np.stack(seconds))
         fixed = nothing + sums_of_runs([nbytes / self._sizes[n] for nbytes in self._fixed])
         return RunCosts(np.stack(seconds) / count, nothing, fixed, np.stack(stash))
+
+    def _repeats(self, policy: str) -> Sequence[bool]:
+        """Of every layer whether it runs its forward pass twice."""
+        return [frees and policy == remat.FULL for frees in self._recomputable]
 
     def _bound(self, count: int, least: float) -> None:
         """Bounds layers for this number of microbatches.
@@ -274,19 +322,30 @@ class PipelineBound:
             least: s; a bound as high need not be raised.
         """
         classes = self._layers.classes.stage.keys()
-        if any(count % m == 0 for m, _, _ in self.bounded):
-            bound = self._bounding(count, self._large)
-            while missing := self._missing(count, least):
+        if not any(count % m == 0 for m, _, _ in self.bounded):
+            bound, host, sizes = (
+                self._bounding(count, self._graphs(count, classes)),
+                self.search.cluster.devices_per_host,
+                self._sizes,
+            )
+            groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
+            for _, group in groups:
+                bound([(n, c) for n in group if self._even(count, n) < self.planned for c in classes])
+        large = cache(lambda: self._graphs(count, self._large))
+        bound: Callable[[Sequence[tuple[int, int]]], None] | None = None
+        price: Callable[[Sequence[_Task]], None] | None = None
+        while (step := self.step(count)).seconds < least:
+            if missing := self._missing(count, step):
+                bound = bound or self._bounding(count, large())
                 bound(missing)
-            return
-        bound, host, sizes = self._bounding(count, classes), self.search.cluster.devices_per_host, self._sizes
-        groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
-        for _, group in groups:
-            bound([(n, c) for n in group if self._even(count, n) < self.planned for c in classes])
+            elif self._memory_binds and step.seconds < self._enough and (unpriced := self._unpriced(count, step)):
+                price = price or self._pricing(count, large())
+                price(unpriced)
+            else:
+                return
 
-    def _bounding(self, count: int, classes: Collection[int]) -> Callable[[Sequence[tuple[int, int]]], None]:
-        """A function that bounds layers of these classes on (submesh, class) pairs for a number of microbatches."""
-        graphs = self._graphs(count, classes)
+    def _bounding(self, count: int, graphs: Mapping[int, StageGraph]) -> Callable[[Sequence[tuple[int, int]]], None]:
+        """A function that bounds these layers on (submesh, class) pairs for a number of microbatches."""
         rules = self._rules(graphs)
 
         def bound(tasks: Sequence[tuple[int, int]]) -> None:
@@ -305,13 +364,61 @@ class PipelineBound:
 
         return bound
 
-    def _missing(self, count: int, least: float) -> Sequence[tuple[int, int]]:
-        """(submesh, class) of the large layers that the bound on the step is made of, and that are not bounded."""
-        step, of_layer = self.step(count), self._layers.classes.of_layer
-        if step.seconds >= least:
-            return ()
+    def _pricing(self, count: int, graphs: Mapping[int, StageGraph]) -> Callable[[Sequence[_Task]], None]:
+        """A function that prices the bytes of large layers at the first rate, or at those after it."""
+        layer_rules = self._rules(graphs)
+
+        def price(tasks: Sequence[_Task]) -> None:
+            functions = [
+                partial(
+                    priced_on,
+                    graphs[c],
+                    self.search.meshes[n],
+                    layer_rules[c],
+                    self._layers.classes.owned(c),
+                    self._byte_rates(way),
+                    again=way == remat.FULL,
+                )
+                for n, c, way in tasks
+            ]
+            for task, seconds in zip(tasks, parallel_map.results(functions), strict=True):
+                self.priced[count, *task] = np.array(seconds)
+
+        return price
+
+    def _missing(self, count: int, step: LeastStep) -> Sequence[tuple[int, int]]:
+        """(submesh, class) of the large layers that a bound on the step is made of, and that are not bounded."""
+        of_layer = self._layers.classes.of_layer
         used = {(n, c) for n, first, last in step.stages for c in of_layer[first:last]}
         return sorted((n, c) for n, c in used if c in self._large and (count, n, c) not in self.bounded)
+
+    def _unpriced(self, count: int, step: LeastStep) -> Sequence[_Task]:
+        """The large layers that a bound on the step is made of, and that are not priced."""
+        bounds, of_layer, used = self._bounds(count), self._layers.classes.of_layer, set[_Task]()
+        for number, (n, first, last) in enumerate(step.stages):
+            in_flight = self._in_flight(count, len(step.stages) - number)
+            whole = len(step.stages) == 1
+            again = not whole and self._recomputes(count, bounds[n], (n, first, last), in_flight)
+            as_written = ONE_STAGE if whole else remat.NONE
+            for c, frees in zip(of_layer[first:last], self._recomputable[first:last], strict=True):
+                if c in self._large:
+                    used.add((n, c, remat.FULL if again and frees else as_written))
+        return sorted(task for task in used if (count, *task) not in self.priced)
+
+    def _recomputes(
+        self, count: int, bounds: Mapping[int, LayerBound], stage: tuple[int, int, int], in_flight: int
+    ) -> bool:
+        """Whether the bound on a stage is that with rematerialisation.
+
+        `stage`: (submesh, first layer, layer behind the last).
+        """
+        n, first, last = stage
+        costs = self._costs(n, count, [bounds[c] for c in self._layers.classes.of_layer])
+        memory, free = self.search.capacity(self.space)[n], count * costs.seconds
+        fits = (costs.peaks(in_flight) <= memory)[:, first, last]
+        priced = [p.least(in_flight * costs.stash, memory) for p in self._priced_runs(count, bounds, n)]
+        seconds = np.max([free, *priced], 0)[:, first, last]
+        return self.space.policies[int(np.where(fits, seconds, np.inf).argmin())] == remat.FULL
 
     def _even(self, count: int, n: int) -> float:
         """Lower bound (s) on the step if all layers have submeshes of this size, evenly divided among them."""
@@ -383,8 +490,19 @@ class PipelineBound:
     @cached_property
     def _fixed(self) -> Sequence[float]:
         """Of every layer, bytes of state and accumulators over all devices."""
-        least = self._layers.classes.least_bytes()
+        least = self._least_bytes
         return [least[c] for c in self._layers.classes.of_layer]
+
+    @cached_property
+    def _least_bytes(self) -> Mapping[int, float]:
+        """Class of layers -> bytes of state and accumulators over all devices."""
+        return self._layers.classes.least_bytes()
+
+    @cached_property
+    def _state(self) -> Mapping[int, float]:
+        """Class of layers -> bytes of state over all devices."""
+        types, owned = self.search.graph.types, self._layers.classes.owned
+        return {c: float(sum(types[v].nbytes for v in owned(c)[0])) for c in self._layers.classes.stage}
 
     @cached_property
     def _recomputable(self) -> Sequence[bool]:

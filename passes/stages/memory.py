@@ -18,7 +18,7 @@ row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -121,6 +121,28 @@ class StageLiveness:
         temporaries = max(0.0, float(transient[self.in_pass].max(initial=0.0)) - copies - stash)
         update = float(transient[~self.in_pass].max(initial=0.0))
         return StageMemory(state, sums, batch, copies, stash, temporaries, update)
+
+    def stored_row(self, arguments: Collection[int], totals: Collection[int]) -> tuple[Row, Row]:
+        """The state and the sums of `memory`, of these arguments and totals of the step alone."""
+        graph, wide = self.graph, self._stored[1].wide
+        sums = (graph.accumulated(v) for v in graph.completed_in if v in totals and v in graph.local)
+        values = tuple(a for a in sums if isinstance(a, int) and a in wide)
+        state = _Stored(tuple(graph.arguments[v] for v in sorted(arguments) if v in graph.arguments))
+        return self._stored_row("state", state), self._stored_row("sums", _Stored(values, wide=wide))
+
+    def copies_row(self, values: Collection[int]) -> Row:
+        """A lower bound on the copies of `memory`: of each of these values of the graph, the copy that may be largest.
+
+        With any one copy of every value the sum is a lower bound.
+        """
+        largest: dict[int, int] = {}
+        for i in self._copies:
+            value = self.liveness.buffers[i].value
+            if value in values and self.liveness.most(i) > (
+                self.liveness.most(largest[value]) if value in largest else 0
+            ):
+                largest[value] = i
+        return self.liveness.row_of("copies", [*largest.values()])
 
     def least(self) -> StageMemory:
         """A lower bound on the memory of every plan: even shards, without copies and temporaries."""

@@ -13,21 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar import api, zoo
 from autopar.hardware import meshes
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op import pipelines
-from autopar.passes.inter_op.dynamic_program import Question, RunCosts, placements
-from autopar.passes.inter_op.layer_bounds import BoundedLayers, bound_on, bounded_layers
-from autopar.passes.inter_op.lower_bound import PipelineBound, least_step
+from autopar.passes.inter_op.dynamic_program import Question, RunCosts, least_step, placements
+from autopar.passes.inter_op.layer_bounds import BoundedLayers, ByteRates, bound_on, bounded_layers, priced_on
+from autopar.passes.inter_op.lower_bound import PIPELINE_BOUND, PipelineBound
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
+from autopar.passes.memory.penalised import penalised
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE, recomputable
+from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan import StageProblem
 from autopar.plans.builders.pipeline import make_plan
+from autopar.plans.plan import Plan
 from autopar.rules import rules_of
 from tests.passes.inter_op.test_dynamic_program import divisions
 from tests.passes.inter_op.test_optimality import CLUSTERS
@@ -69,11 +73,16 @@ def bounds(model: str, cluster: str, n: int, count: int = COUNT) -> list[float]:
 
 def optimum(model: str, cluster: str, n: int, first: int, last: int) -> float:
     """Seconds of the best plan of consecutive layers in one stage, without a memory limit."""
+    return whole_stage(model, cluster, n, first, last).fastest.objective
+
+
+def whole_stage(model: str, cluster: str, n: int, first: int, last: int) -> StageProblem:
+    """Consecutive layers in one stage on a submesh."""
     of = search(model, cluster)
     split, count = of.split_into(COUNT), len(of.layers.layers)
     stages = divide(split, of.layers, sorted({first, last} - {0, count}))
     graph = stage_graph(stages, int(first > 0), of.avals, StepPrograms(split))
-    return StageProblem(graph, of.meshes[n], rules_of(graph.graph), of.options).fastest.objective
+    return StageProblem(graph, of.meshes[n], rules_of(graph.graph), of.options)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +99,33 @@ def test_layers_take_no_less_in_a_stage_than_their_bounds(model: str, cluster: s
         of_layers = bounds(model, cluster, n)
         for first, last in sorted(runs):
             assert sum(of_layers[first:last]) <= optimum(model, cluster, n, first, last) * (1 + 1e-9)
+
+
+@settings(max_examples=examples(12), deadline=None, derandomize=True)
+@given(st.data())
+def test_layers_pay_no_more_for_bytes_than_their_stage(data: st.DataObject) -> None:
+    """At any price of a byte, whatever plan the stage has."""
+    model = data.draw(st.sampled_from([*MODELS]))
+    cluster = data.draw(st.sampled_from([*CLUSTERS]))
+    of, bounded = search(model, cluster), layers(model, cluster)
+    count, n = len(of.layers.layers), data.draw(st.sampled_from(sorted(of.meshes)))
+    first = data.draw(st.integers(0, count - 1))
+    last = data.draw(st.integers(first + 1, count))
+    stage = whole_stage(model, cluster, n, first, last)
+    fastest, scale = stage.fastest, stage.fastest.objective / stage.liveness.memory(stage.fastest.assignment).peak(1)
+    rate = scale * 10 ** data.draw(st.floats(-3.0, 2.0))
+    row = stage.liveness.penalised_row(fastest.assignment, 1.0)
+    smaller = optimize(penalised(stage.model.problem, row, rate), gap=0.0)
+    graphs = bounded.classes.graphs({*bounded.classes.of_layer[first:last]})
+    price = [ByteRates(rate, rate, rate)]
+    priced = {
+        c: priced_on(g, of.meshes[n], rules_of(g.graph), bounded.classes.owned(c), price)[0] for c, g in graphs.items()
+    }
+    for plan in (fastest, smaller):
+        memory = stage.liveness.memory(plan.assignment)
+        seconds = stage.model.problem.value(plan.assignment)
+        paid = seconds + rate * (memory.state + memory.sums + memory.copies)
+        assert sum(priced[c] for c in bounded.classes.of_layer[first:last]) <= paid * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +220,10 @@ def test_layers_that_are_not_bounded_would_not_raise_the_bound() -> None:
     assert min(bound.step(count).seconds for count in (2, 4, 8)) == pytest.approx(least)
 
 
-@cache
-def step_bound(cluster: str, policy: str) -> float:
-    """Of pipelines whose layers all have one rematerialisation policy."""
+def step_bound(cluster: str, policy: str, memory: float | None = None) -> float:
+    """Of pipelines whose layers all have one rematerialisation policy, and whose stages fit into so many bytes."""
     of = search("gpt-toy", cluster)
-    return PipelineBound(of, SearchSpace(of.batch, (2, 4), policies=(policy,))).least()
+    return PipelineBound(of, SearchSpace(of.batch, (2, 4), policies=(policy,), memory=memory)).least()
 
 
 @settings(max_examples=examples(8), deadline=None, derandomize=True)
@@ -218,4 +253,24 @@ def test_no_planned_pipeline_is_faster_than_the_bound(data: st.DataObject) -> No
     pipeline = pipelines.assemble(step.graph, choice, target)
     layouts = pipelines.plan_layouts(replace(step, graph=pipeline.layers.graph), pipeline, of.options)
     plan = make_plan(step.graph, pipeline, layouts, target, (), 0.0)
-    assert plan.step_time_s >= step_bound(cluster, policy)
+    assert plan.step_time_s >= step_bound(cluster, policy, float(plan.peak_memory_bytes))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "share"), sample(itertools.product(CLUSTERS, (1.0, 0.7, 0.45)), [("hosts with latency", 0.45)])
+)
+def test_no_plan_on_one_mesh_takes_less_than_the_bound_on_one_stage(cluster: str, share: float) -> None:
+    """Within less memory, with the layers priced at every rate."""
+    of, count = search("gpt-toy", cluster), 4
+    model = zoo.build("gpt-toy", **MODELS["gpt-toy"])
+    (n,) = (n for n, mesh in of.meshes.items() if mesh.size == of.cluster.num_devices)
+    options: dict[str, Any] = {"mesh": of.meshes[n].sizes, "num_microbatches": count, "batch_argnums": 1}
+
+    def planned(budget: int | None) -> Plan:
+        return api.plan(model.step, *model.abstract_args(), cluster=of.cluster, memory_budget=budget, **options)
+
+    plan = planned(int(share * planned(None).peak_memory_bytes))
+    space = SearchSpace(of.batch, (count,), stages=1, memory=float(plan.peak_memory_bytes))
+    bound = PipelineBound(of, space, effort=replace(PIPELINE_BOUND, large=0.0))
+    assert 0 < bound.least() <= plan.step_time_s
+    assert bound.priced
