@@ -10,11 +10,10 @@ a layer is a component of the path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.checkpoints.folder import Entry
-from autopar.ir.keyed import grouped
 
 Shape = tuple[int, ...]
 
@@ -45,7 +44,9 @@ def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Entry]) -> Mapping[
     for name in saved:
         for stacked, position, number in _without_number(name):
             unstacked.setdefault((stacked, position), {})[number] = name
-    stacks = grouped((stacked, rows) for (stacked, _), rows in unstacked.items())
+    stacks: dict[str, list[Mapping[int, str]]] = {}
+    for (stacked, _), rows in unstacked.items():
+        stacks.setdefault(stacked, []).append(rows)
     pairs = ((name, _source(name, shape, saved, stacks)) for name, shape in wanted.items())
     return {name: source for name, source in pairs if source is not None}
 
@@ -64,7 +65,7 @@ def _is_whole(rows: set[int | None], entry: Entry) -> bool:
 
 
 def _source(
-    name: str, shape: Shape, saved: Mapping[str, Entry], stacks: Mapping[str, Sequence[Mapping[int, str]]]
+    name: str, shape: Shape, saved: Mapping[str, Entry], stacks: Mapping[str, list[Mapping[int, str]]]
 ) -> Source | None:
     if name in saved:
         return Source((name,))

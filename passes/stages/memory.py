@@ -33,6 +33,7 @@ from autopar.cost_models.sharding.groups import Binding, Model
 from autopar.cost_models.sharding.strategies import share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Type
+from autopar.ir.keyed import grouped
 from autopar.ir.problem import Floats, Ints
 from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.graph import BEGIN, StageGraph
@@ -135,14 +136,8 @@ class StageLiveness:
 
         With any one copy of every value the sum is a lower bound.
         """
-        largest: dict[int, int] = {}
-        for i in self._copies:
-            value = self.liveness.buffers[i].value
-            if value in values and self.liveness.most(i) > (
-                self.liveness.most(largest[value]) if value in largest else 0
-            ):
-                largest[value] = i
-        return self.liveness.row_of("copies", [*largest.values()])
+        copies = grouped((v, i) for i in self._copies if (v := self.liveness.buffers[i].value) in values)
+        return self.liveness.row_of("copies", [max(of_value, key=self.liveness.most) for of_value in copies.values()])
 
     def least(self) -> StageMemory:
         """A lower bound on the memory of every plan: even shards, without copies and temporaries."""

@@ -19,6 +19,7 @@ from autopar.cost_models.sharding.strategies import RING, share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.hardware.description import Device
 from autopar.ir.graph import Graph, Op
+from autopar.ir.keyed import grouped
 from autopar.ir.op_sets import XLA_RAGGED_PRODUCTS
 from autopar.ir.problem import Ints
 from autopar.ir.text import seconds, size
@@ -132,11 +133,13 @@ def _without_a_cut(graph: Graph, grouping: Grouping) -> list[str]:
 
 def _partly_cut(graph: Graph, grouping: Grouping) -> list[str]:
     """A note per kernel that is cut along some axes of its grid, on those along which it is not, with the reason."""
-    kernels: dict[tuple[str, str], list[str]] = {}
-    for op in (graph.by_index[c.op] for c in grouping.groups if c.op >= 0):
-        rule = grouping.rules[op.signature]
-        if op.name == "pallas_call" and rule.origin == "autopar" and rule.free:
-            kernels.setdefault((op.params["name"], pallas.uncut_axes(op.params, rule)), []).append(op.source)
+    calls = (graph.by_index[c.op] for c in grouping.groups if c.op >= 0)
+    cut = [(op, rule) for op in calls if op.name == "pallas_call" and (rule := grouping.rules[op.signature]).free]
+    kernels = grouped(
+        ((op.params["name"], pallas.uncut_axes(op.params, rule)), op.source)
+        for op, rule in cut
+        if rule.origin == "autopar"
+    )
     return [
         f"pallas_call {name} is not cut ({len(lines)} times{f', first at {lines[0]}' if lines[0] else ''}) along {why}"
         for (name, why), lines in kernels.items()
