@@ -34,11 +34,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+from networkx.utils import UnionFind
+
 from autopar.cost_models.compiler.fusion import BYTES_ACCESSED, KERNEL, LIGHT, PRODUCT, REDUCTION, Fusion
 from autopar.cost_models.precision import rounded, rounds
 from autopar.hardware.description import Device
 from autopar.ir.collective import Collective
-from autopar.ir.disjoint_sets import DisjointSets
 from autopar.ir.graph import Body, Graph, Op
 from autopar.ir.keyed import grouped
 from autopar.ir.layout import Layout, local_shape
@@ -390,7 +391,7 @@ def _loops(
     Equal for values of one depth that share an operation; each product has a loop of its own.
     """
     owners: dict[int, dict[int, int]] = {}  # depth -> operation -> a value that is computed with it
-    joined = DisjointSets(fused_inputs)
+    joined: UnionFind[int] = UnionFind(fused_inputs)
     for value, inputs_of_value in fused_inputs.items():
         owner = owners.setdefault(depths[value], {})
         values = {owner.setdefault(op, value) for op in (() if value in products else inputs_of_value.ops)}
@@ -434,7 +435,7 @@ def _merge_elementwise(
     Optimizer moments and the parameter that is computed from them are results of one loop, for example.
     """
     groups = _values(loops)
-    joined = DisjointSets(groups)
+    joined: UnionFind[int] = UnionFind(groups)
     for loop, values in groups.items():
         shapes = {light.get(v) for v in values}
         makers = {loops[s] for s in _read_last(values, fused_inputs, depths)}

@@ -202,7 +202,7 @@ def priced_on(
     owned: tuple[frozenset[int], frozenset[int]],
     rates: Sequence[ByteRates],
     *,
-    again: bool = False,
+    recomputed: bool = False,
     effort: BoundEffort = BOUND,
 ) -> Sequence[float]:
     """Lower bounds on the seconds of a layer plus the price of the bytes that it stores.
@@ -211,10 +211,10 @@ def priced_on(
         layer, mesh, rules: as for `bound_on`.
         owned: arguments and totals of the step that are priced, which no other layer stores.
         rates: prices; a bound for each.
-        again: whether the layer is rematerialised.
+        recomputed: whether the layer is rematerialised.
     """
     parts, graph = _LayerProblems(layer, mesh, rules), layer.graph
-    model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if again else (parts.whole, 0.0)
+    model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if recomputed else (parts.whole, 0.0)
     backend, donated = replace(backend_of(mesh.device), runs_eagerly=False), sorted((graph.carried or {}).values())
     stage = StageLiveness(layer, model, mesh, Liveness(graph, model, mesh, backend, donated))
     rows = (*stage.stored_row(*owned), stage.copies_row(_computed_from(layer, owned[0])))

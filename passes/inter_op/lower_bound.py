@@ -6,11 +6,7 @@ to it through the passes of the stages in front, and the last one goes back thro
     T  >=  max_s ( sum_{i<s} path_i  +  m t_s )
 
 whatever the schedule; path = 0 under schedules that split backward passes. With bounds of layers for t, path and bytes
-(`autopar.passes.inter_op.layer_bounds`), the least of these over all divisions bounds every pipeline. With s stages
-left, the first of which begins with layer k on device d,
-
-    G(s, k, d) = min over layers j > k, placements d .. e, and policies that fit, of
-                 max( m t(k, j),  path(k, j) + G(s - 1, j, e) )                                            -> least_step
+(`autopar.passes.inter_op.layer_bounds`), the least of these over all divisions bounds every pipeline  -> least_step.py
 
 A stage fits if its state, its accumulators and the residuals of the microbatches in flight do, in even shards, under
 the schedule with the fewest in flight. Transfers and temporary values are left out. What less memory costs is bounded
@@ -30,9 +26,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -40,7 +36,7 @@ import numpy as np
 from autopar import parallel_map
 from autopar.cost_models.flops import model_flops
 from autopar.ir.problem import Floats
-from autopar.passes.inter_op.dynamic_program import ROUNDING, LeastStep, Priced, Question, RunCosts, least_step
+from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, RunCosts
 from autopar.passes.inter_op.layer_bounds import (
     BoundedLayers,
     ByteRates,
@@ -50,6 +46,7 @@ from autopar.passes.inter_op.layer_bounds import (
     priced_on,
 )
 from autopar.passes.inter_op.layer_costs import sums_of_runs
+from autopar.passes.inter_op.least_step import BoundedStage, LeastStep, Priced, least_step
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages.graph import StageGraph
@@ -82,7 +79,7 @@ PIPELINE_BOUND = PipelineBoundEffort()
 #: One stage on all devices, beside the policies for rematerialisation of other stages.
 ONE_STAGE = "one stage"
 _Task: TypeAlias = tuple[int, int, str]
-"""A submesh, a class of layers, and how they run: as they are written, rematerialised, or in one stage."""
+"""A submesh, a class of layers, and their policy: no or full rematerialisation, or that of one stage."""
 
 
 @dataclass(eq=False)
@@ -95,8 +92,8 @@ class PipelineBound:
         planned: step time (s) of a plan, to which the bound is compared; inf: none.
         effort: which layers are bounded.
         bounded: (number of microbatches, submesh, class of layers) -> its bound, as far as it is computed.
-        priced: (number of microbatches, submesh, class of layers, how they run) -> its bound with the price of its
-            bytes at all `rates` (`layer_bounds.priced_on`).
+        priced: (number of microbatches, submesh, class of layers, policy) -> its bound with the price of its bytes at
+            all `rates` (`layer_bounds.priced_on`).
     """
 
     search: InterOpSearch
@@ -137,7 +134,9 @@ class PipelineBound:
         of_layer = self._layers.classes.of_layer
         layers = {n: [of_class[c] for c in of_layer] for n, of_class in bounds.items()}
         paths = [sums_of_runs([0.0 if splits else bound.path for bound in layers[n]]) for n in self.search.meshes]
-        one_stage = LeastStep(self._one_stage(count, bounds[on_all], on_all), ((on_all, 0, len(of_layer)),))
+        one_stage = LeastStep(
+            self._one_stage(count, bounds[on_all], on_all), (BoundedStage(on_all, 0, len(of_layer), 0),)
+        )
         prices = self._prices(count, bounds)
         return min(least_step(self._question(count, layers), paths, prices), one_stage, key=lambda step: step.seconds)
 
@@ -211,56 +210,55 @@ class PipelineBound:
     def _has_prices(self, count: int, n: int) -> bool:
         """Whether any layer is priced that bounds those on a submesh for a number of microbatches."""
         return any(
-            way != ONE_STAGE and count % m == 0 and self._share(smaller, n) is not None
-            for m, smaller, _, way in self.priced
+            policy != ONE_STAGE and count % m == 0 and self._share(smaller, n) is not None
+            for m, smaller, _, policy in self.priced
         )
 
     def _priced_runs(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> Sequence[Priced]:
         """At every rate, bounds of all runs of layers on a submesh for each rematerialisation policy."""
-        ways = {way: self._prices_of(count, bounds, n, way) for way in (remat.NONE, remat.FULL)}
+        kept, recomputed = (self._prices_of(count, bounds, n, policy) for policy in (remat.NONE, remat.FULL))
         layers = [
-            np.where(np.array(self._repeats(policy))[:, None], ways[remat.FULL], ways[remat.NONE])
-            for policy in self.space.policies
+            np.where(np.array(self._repeats(policy))[:, None], recomputed, kept) for policy in self.space.policies
         ]
         return [
             Priced(float(rate), np.stack([sums_of_runs(of_policy[:, k].tolist()) for of_policy in layers]))
             for k, rate in enumerate(self.rates)
         ]
 
-    def _prices_of(self, count: int, bounds: Mapping[int, LayerBound], n: int, way: str) -> Floats:
+    def _prices_of(self, count: int, bounds: Mapping[int, LayerBound], n: int, policy: str) -> Floats:
         """Bounds of all layers with the price of their bytes, shape (layers, rates).
 
         The highest of those for divisors of the number and of the submesh. What is not bounded is priced in even
         shards.
         """
         highest: dict[int, Floats] = {}
-        for (m, smaller, c, run), priced in self.priced.items():
+        for (m, smaller, c, of_policy), priced in self.priced.items():
             share = self._share(smaller, n)
-            if run == way and count % m == 0 and share is not None:
+            if of_policy == policy and count % m == 0 and share is not None:
                 highest[c] = np.maximum(highest.get(c, 0.0), share * priced)
-        price = self._even_price(n, way)
+        price = self._even_price(n, policy)
         of_class: dict[int, Floats] = {}
         for c, bound in bounds.items():
-            seconds = bound.recomputed if way == remat.FULL else bound.seconds
+            seconds = bound.recomputed if policy == remat.FULL else bound.seconds
             # a byte more costs the rate more, at least for even shards
             of_class[c] = price[c] + np.maximum.accumulate(np.maximum(highest.get(c, price[c]) - price[c], seconds))
         return np.array([of_class[c] for c in self._layers.classes.of_layer])
 
-    def _even_price(self, n: int, way: str) -> Mapping[int, Floats]:
+    def _even_price(self, n: int, policy: str) -> Mapping[int, Floats]:
         """Class of layers -> at every rate the price of what a layer stores in even shards."""
-        rates, total = self._byte_rates(way), self._least_bytes
+        rates, total = self._byte_rates(policy), self._least_bytes
         return {
             c: np.array([(r.state * state + r.sums * (total[c] - state)) / self._sizes[n] for r in rates])
             for c, state in self._state.items()
         }
 
-    def _byte_rates(self, way: str) -> Sequence[ByteRates]:
+    def _byte_rates(self, policy: str) -> Sequence[ByteRates]:
         """What bytes cost at every rate.
 
         On one mesh those of state cost no more than offloading, and those of copies nothing; nor, with one microbatch,
         do those of sums.
         """
-        if way != ONE_STAGE:
+        if policy != ONE_STAGE:
             return [ByteRates(r, r, r) for r in self.rates.tolist()]
         bandwidth = self.search.cluster.device.host_bandwidth
         most = 2 / bandwidth if bandwidth else math.inf
@@ -321,104 +319,73 @@ class PipelineBound:
             count: the number.
             least: s; a bound as high need not be raised.
         """
-        classes = self._layers.classes.stage.keys()
-        if not any(count % m == 0 for m, _, _ in self.bounded):
-            bound, host, sizes = (
-                self._bounding(count, self._graphs(count, classes)),
-                self.search.cluster.devices_per_host,
-                self._sizes,
-            )
+        is_first = not any(count % m == 0 for m, _, _ in self.bounded)
+        graphs = self._graphs(count, self._layers.classes.stage if is_first else self._large)
+        rules = self._rules(graphs)
+        if is_first:
+            host, sizes = self.search.cluster.devices_per_host, self._sizes
             groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
             for _, group in groups:
-                bound([(n, c) for n in group if self._even(count, n) < self.planned for c in classes])
-        large = cache(lambda: self._graphs(count, self._large))
-        bound: Callable[[Sequence[tuple[int, int]]], None] | None = None
-        price: Callable[[Sequence[_Task]], None] | None = None
+                tasks = [(n, c) for n in group if self._even(count, n) < self.planned for c in graphs]
+                self._bound_layers(count, graphs, rules, tasks)
         while (step := self.step(count)).seconds < least:
             if missing := self._missing(count, step):
-                bound = bound or self._bounding(count, large())
-                bound(missing)
+                self._bound_layers(count, graphs, rules, missing)
             elif self._memory_binds and step.seconds < self._enough and (unpriced := self._unpriced(count, step)):
-                price = price or self._pricing(count, large())
-                price(unpriced)
+                self._price_layers(count, graphs, rules, unpriced)
             else:
                 return
 
-    def _bounding(self, count: int, graphs: Mapping[int, StageGraph]) -> Callable[[Sequence[tuple[int, int]]], None]:
-        """A function that bounds these layers on (submesh, class) pairs for a number of microbatches."""
-        rules = self._rules(graphs)
+    def _bound_layers(
+        self,
+        count: int,
+        graphs: Mapping[int, StageGraph],
+        rules: Mapping[int, Mapping[int, Rule]],
+        tasks: Sequence[tuple[int, int]],
+    ) -> None:
+        """Bounds layers on (submesh, class) pairs for a number of microbatches; `graphs` and `rules`: by class."""
+        meshes, binds = self.search.meshes, self._memory_binds
+        functions = [
+            partial(bound_on, graphs[c], meshes[n], rules[c], remat=binds and c in self._large) for n, c in tasks
+        ]
+        results = zip(tasks, parallel_map.results(functions), strict=True)
+        self.bounded.update(((count, n, c), result) for (n, c), result in results)
 
-        def bound(tasks: Sequence[tuple[int, int]]) -> None:
-            functions = [
-                partial(
-                    bound_on,
-                    graphs[c],
-                    self.search.meshes[n],
-                    rules[c],
-                    remat=self._memory_binds and c in self._large,
-                )
-                for n, c in tasks
-            ]
-            results = zip(tasks, parallel_map.results(functions), strict=True)
-            self.bounded.update(((count, n, c), result) for (n, c), result in results)
-
-        return bound
-
-    def _pricing(self, count: int, graphs: Mapping[int, StageGraph]) -> Callable[[Sequence[_Task]], None]:
-        """A function that prices the bytes of large layers at the first rate, or at those after it."""
-        layer_rules = self._rules(graphs)
-
-        def price(tasks: Sequence[_Task]) -> None:
-            functions = [
-                partial(
-                    priced_on,
-                    graphs[c],
-                    self.search.meshes[n],
-                    layer_rules[c],
-                    self._layers.classes.owned(c),
-                    self._byte_rates(way),
-                    again=way == remat.FULL,
-                )
-                for n, c, way in tasks
-            ]
-            for task, seconds in zip(tasks, parallel_map.results(functions), strict=True):
-                self.priced[count, *task] = np.array(seconds)
-
-        return price
+    def _price_layers(
+        self,
+        count: int,
+        graphs: Mapping[int, StageGraph],
+        rules: Mapping[int, Mapping[int, Rule]],
+        tasks: Sequence[_Task],
+    ) -> None:
+        """Prices the bytes of layers at all rates; arguments as of `_bound_layers`."""
+        meshes, owned = self.search.meshes, self._layers.classes.owned
+        functions = [
+            partial(
+                priced_on, graphs[c], meshes[n], rules[c], owned(c), self._byte_rates(p), recomputed=p == remat.FULL
+            )
+            for n, c, p in tasks
+        ]
+        results = zip(tasks, parallel_map.results(functions), strict=True)
+        self.priced.update(((count, *task), np.array(seconds)) for task, seconds in results)
 
     def _missing(self, count: int, step: LeastStep) -> Sequence[tuple[int, int]]:
         """(submesh, class) of the large layers that a bound on the step is made of, and that are not bounded."""
         of_layer = self._layers.classes.of_layer
-        used = {(n, c) for n, first, last in step.stages for c in of_layer[first:last]}
+        used = {(stage.submesh, c) for stage in step.stages for c in of_layer[stage.first : stage.last]}
         return sorted((n, c) for n, c in used if c in self._large and (count, n, c) not in self.bounded)
 
     def _unpriced(self, count: int, step: LeastStep) -> Sequence[_Task]:
         """The large layers that a bound on the step is made of, and that are not priced."""
-        bounds, of_layer, used = self._bounds(count), self._layers.classes.of_layer, set[_Task]()
-        for number, (n, first, last) in enumerate(step.stages):
-            in_flight = self._in_flight(count, len(step.stages) - number)
-            whole = len(step.stages) == 1
-            again = not whole and self._recomputes(count, bounds[n], (n, first, last), in_flight)
-            as_written = ONE_STAGE if whole else remat.NONE
-            for c, frees in zip(of_layer[first:last], self._recomputable[first:last], strict=True):
-                if c in self._large:
-                    used.add((n, c, remat.FULL if again and frees else as_written))
-        return sorted(task for task in used if (count, *task) not in self.priced)
+        used = {task for stage in step.stages for task in self._tasks(stage, is_whole=len(step.stages) == 1)}
+        return sorted(task for task in used if task[1] in self._large and (count, *task) not in self.priced)
 
-    def _recomputes(
-        self, count: int, bounds: Mapping[int, LayerBound], stage: tuple[int, int, int], in_flight: int
-    ) -> bool:
-        """Whether the bound on a stage is that with rematerialisation.
-
-        `stage`: (submesh, first layer, layer behind the last).
-        """
-        n, first, last = stage
-        costs = self._costs(n, count, [bounds[c] for c in self._layers.classes.of_layer])
-        memory, free = self.search.capacity(self.space)[n], count * costs.seconds
-        fits = (costs.peaks(in_flight) <= memory)[:, first, last]
-        priced = [p.least(in_flight * costs.stash, memory) for p in self._priced_runs(count, bounds, n)]
-        seconds = np.max([free, *priced], 0)[:, first, last]
-        return self.space.policies[int(np.where(fits, seconds, np.inf).argmin())] == remat.FULL
+    def _tasks(self, stage: BoundedStage, *, is_whole: bool) -> Iterable[_Task]:
+        """The layers of a stage with their policies; `is_whole`: it is the only one."""
+        layers, kept = slice(stage.first, stage.last), ONE_STAGE if is_whole else remat.NONE
+        repeats = [False] * stage.last if is_whole else self._repeats(self.space.policies[stage.option])
+        for c, recomputed in zip(self._layers.classes.of_layer[layers], repeats[layers], strict=True):
+            yield stage.submesh, c, remat.FULL if recomputed else kept
 
     def _even(self, count: int, n: int) -> float:
         """Lower bound (s) on the step if all layers have submeshes of this size, evenly divided among them."""
@@ -448,7 +415,7 @@ class PipelineBound:
         """
         n, size = min(self._sizes.items(), key=lambda item: item[1])
         stages, count = min(len(self._layers.classes.of_layer), self.search.cluster.num_devices), min(self.space.counts)
-        in_flight = min(SCHEDULES[s].stash(Size(stages, count), 0) for s in self.space.schedules)
+        in_flight = self._in_flight(count, stages)
         nbytes = sum(self._fixed) + in_flight / count * sum(self._residuals[remat.NONE])
         return self.effort.margin * nbytes / size > self.search.capacity(self.space)[n]
 

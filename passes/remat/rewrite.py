@@ -26,9 +26,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from networkx.utils import UnionFind
+
 from autopar import jax_compat
 from autopar.errors import ArgumentError
-from autopar.ir.disjoint_sets import DisjointSets
 from autopar.ir.graph import Graph, Op
 from autopar.ir.keyed import grouped
 from autopar.ir.on_graph import cached_on_graph
@@ -194,7 +195,7 @@ def _recompute_before(
 
 def _components(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
     """Connected components of operations: different ones share no value that one of them computes."""
-    components = DisjointSets(range(len(ops)))
+    components: UnionFind[int] = UnionFind(range(len(ops)))
     producer: dict[int, int] = {}
     for i, op in enumerate(ops):
         for v in values_of(op.inputs):

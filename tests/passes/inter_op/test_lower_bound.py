@@ -17,8 +17,9 @@ from autopar import api, zoo
 from autopar.hardware import meshes
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op import pipelines
-from autopar.passes.inter_op.dynamic_program import Question, RunCosts, least_step, placements
+from autopar.passes.inter_op.dynamic_program import Question, RunCosts, placements
 from autopar.passes.inter_op.layer_bounds import BoundedLayers, ByteRates, bound_on, bounded_layers, priced_on
+from autopar.passes.inter_op.least_step import least_step
 from autopar.passes.inter_op.lower_bound import PIPELINE_BOUND, PipelineBound
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
 from autopar.passes.memory.penalised import penalised
@@ -181,8 +182,8 @@ def test_the_least_step_is_that_of_brute_force(data: st.DataObject) -> None:
     least = least_step(question, paths)
     assert least.seconds == pytest.approx(best)
     if best < math.inf:
-        assert [first for _, first, _ in least.stages] == [0, *(last for *_, last in least.stages[:-1])]
-        assert least.stages[-1][2] == question.layers
+        assert [stage.first for stage in least.stages] == [0, *(stage.last for stage in least.stages[:-1])]
+        assert least.stages[-1].last == question.layers
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""The division into stages with the least lower bound on its step.
+
+A stage of layers k .. j - 1 is busy for m t(k, j) s in a step of m microbatches, and the stages in front of it delay it
+by their passes of one microbatch. With s stages left, the first of which begins with layer k on device d, the step
+takes at least
+
+    G(s, k, d) = min over layers j > k, placements d .. e, and options that fit, of
+                 max( m t(k, j),  path(k, j) + G(s - 1, j, e) )
+
+Options have further bounds with a price per byte: within a memory limit a stage takes at least its priced seconds plus
+rate (residuals - limit)                                                                                     -> Priced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.ir.problem import Floats
+from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, by_length
+
+
+class BoundedStage(NamedTuple):
+    """A stage of the division, of layers `first` .. `last` - 1.
+
+    Attributes:
+        submesh: its number.
+        first, last: its first layer, and the layer behind its last.
+        option: of its costs.
+    """
+
+    submesh: int
+    first: int
+    last: int
+    option: int
+
+
+@dataclass(frozen=True)
+class LeastStep:
+    """A lower bound on the step of every division.
+
+    Attributes:
+        seconds: the bound; inf if no division fits.
+        stages: of a division that reaches it, in order.
+    """
+
+    seconds: float
+    stages: tuple[BoundedStage, ...]
+
+
+class Priced(NamedTuple):
+    """A bound on the seconds of a stage plus the price of its bytes.
+
+    Attributes:
+        rate: s per step for a byte.
+        seconds: of the layers i .. j - 1 at [:, i, j], and the price of all but residuals; s per step.
+    """
+
+    rate: float
+    seconds: Floats
+
+    def least(self, stash: Floats, memory: float) -> Floats:
+        """Seconds per step within a memory limit; `stash`: bytes of residuals, with all microbatches in flight."""
+        return self.seconds + self.rate * (stash - memory)
+
+
+def least_step(
+    question: Question, paths: Sequence[Floats], priced: Mapping[int, Sequence[Priced]] | None = None
+) -> LeastStep:
+    """Lower bound on the step of every division.
+
+    Args:
+        question: the problem, with lower bounds for costs.
+        paths: of every submesh, s of the passes of one microbatch of layers i .. j - 1 at [i, j].
+        priced: submesh -> further bounds on the seconds of its options.
+    """
+    q, tables = question, _Tables(question, paths, priced or {})
+    behind = np.full((q.layers + 1, q.devices + 1), np.inf)
+    behind[q.layers, q.devices] = 0.0
+    levels, best, of_best = [behind], np.inf, 0
+    for stages in range(1, (q.stages or min(q.layers, q.devices)) + 1):
+        least = tables.longer(levels[-1], stages)
+        levels.append(np.where(least < best, least, np.inf))
+        if stages >= q.fewest and q.stages in (None, stages) and levels[-1][0, 0] < best:
+            best, of_best = float(levels[-1][0, 0]), stages
+        if not np.isfinite(levels[-1]).any():
+            break
+    return LeastStep(best * (1 - ROUNDING), tables.read(levels[: of_best + 1]))
+
+
+class _Tables:
+    """The tables of the recurrence; arrays by `dynamic_program.by_length`."""
+
+    def __init__(self, question: Question, paths: Sequence[Floats], priced: Mapping[int, Sequence[Priced]]) -> None:
+        q = self.question = question
+        self.positions = q.positions()
+        self.prices = {n: q.prices[n].by_length(q.prices[n].longest(q.memory[n])) for n, _, _ in self.positions}
+        self.busy = {n: q.microbatches * p.times(q.microbatches) for n, p in self.prices.items()}
+        self.paths = {n: by_length(paths[n], len(p.seconds[0]) - 1) for n, p in self.prices.items()}
+        self.priced = {
+            n: [Priced(rate, by_length(seconds, len(p.seconds[0]) - 1)) for rate, seconds in priced.get(n, ())]
+            for n, p in self.prices.items()
+        }
+
+    def _options(self, n: int, stages: int) -> Floats:
+        """Seconds that the first of so many stages is busy in a step, by option; inf for those that do not fit."""
+        in_flight, memory, prices = self.question.in_flight(stages), self.question.memory[n], self.prices[n]
+        fits, busy = prices.peaks(in_flight) <= memory, self.busy[n]
+        for priced in self.priced[n]:
+            busy = np.maximum(busy, priced.least(in_flight * prices.stash, memory))
+        return np.where(fits, busy, np.inf)
+
+    def longer(self, behind: Floats, stages: int) -> Floats:
+        """Bounds with one more stage in front of the state (layer, device), which makes so many."""
+        longer = np.full(behind.shape, np.inf)
+        for n, starts, stops in self.positions:
+            reached = np.isfinite(behind[:, stops])
+            at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
+            if len(at):
+                seconds, last = self._options(n, stages).min(0), behind[:, stops[at]]
+                steps = np.full(last.shape, np.inf)
+                for length in range(1, min(len(seconds), int(rows[-1]) + 1)):
+                    first, end = max(rows[0], length), rows[-1] + 1
+                    here = slice(first - length, end - length)
+                    through = self.paths[n][length, here, None] + last[first:end]
+                    np.minimum(steps[here], np.maximum(seconds[length, here, None], through), out=steps[here])
+                longer[:, starts[at]] = np.minimum(longer[:, starts[at]], steps)
+        return longer
+
+    def read(self, levels: Sequence[Floats]) -> tuple[BoundedStage, ...]:
+        """The stages of the least bound; ties go to the first placement, then to the fewest layers."""
+        stages_read: list[BoundedStage] = []
+        layer = device = 0
+        for stages in range(len(levels) - 1, 0, -1):
+            stage, device = self._stage(layer, device, levels[stages - 1], float(levels[stages][layer, device]), stages)
+            stages_read.append(stage)
+            layer = stage.last
+        return tuple(stages_read)
+
+    def _stage(self, layer: int, device: int, behind: Floats, goal: float, stages: int) -> tuple[BoundedStage, int]:
+        """The first of so many stages, and the device behind it."""
+        for n, starts, stops in self.positions:
+            for stop in stops[starts == device].tolist():
+                rest = behind[layer:, stop]
+                through = self.paths[n][: len(rest), layer] + rest[: len(self.paths[n])]
+                options = self._options(n, stages)[:, : len(rest), layer]
+                if len(lengths := np.flatnonzero(np.maximum(options.min(0), through) == goal)):
+                    length = int(lengths[0])
+                    return BoundedStage(n, layer, layer + length, int(options[:, length].argmin())), stop
+        raise AssertionError(f"no stage from layer {layer} and device {device} on takes the {goal} s it was found by")
