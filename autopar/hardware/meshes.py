@@ -57,11 +57,16 @@ def targets(mesh: Any, cluster: Cluster | None, *, local: bool) -> tuple[Target,
 
 def _distinct(candidates: Sequence[Target]) -> tuple[Target, ...]:
     """The candidates without meshes that equal another up to the order of axes: with equal links, (4, 2) is (2, 4)."""
-    seen: dict[str, Target] = {}
+    seen: dict[tuple[str, ...], Target] = {}
     for target in candidates:
-        axes = zip(target.logical.sizes, target.logical.links, target.logical.levels, strict=True)
-        seen.setdefault(str(sorted(map(str, axes))), target)
+        seen.setdefault(layouts_key(target.logical), target)
     return tuple(seen.values())
+
+
+def layouts_key(mesh: LogicalMesh) -> tuple[str, ...]:
+    """Equal for meshes that have the same layouts at the same prices: those that differ by order or axes of size 1."""
+    axes = zip(mesh.sizes, mesh.links, mesh.levels, strict=True)
+    return tuple(sorted(str(axis) for axis in axes if axis[0] > 1))
 
 
 def num_devices(mesh: Any) -> int | None:

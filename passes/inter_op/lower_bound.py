@@ -13,7 +13,8 @@ the schedule with the fewest in flight. Transfers and temporary values are left 
 at a few rates w per byte: with the price of its bytes in t_w, a stage with residuals of r bytes takes at least
 t_w + w (r - memory) seconds                                                                  -> layer_bounds.priced_on
 
-One stage on all devices may rematerialise single layers and offload state                  -> PipelineBound._one_stage
+One stage on all devices may rematerialise single layers and offload state, on any mesh that is a candidate where
+stages are not searched                                                                     -> PipelineBound._one_stage
 
 Layers that are not bounded for a number of microbatches m have the bounds for a smaller m' that divides it: larger
 microbatches take no longer per example, so that m t(m) >= m' t(m'), and residuals are at least m'/m as large. These
@@ -35,6 +36,8 @@ import numpy as np
 
 from autopar import parallel_map
 from autopar.cost_models.flops import model_flops
+from autopar.hardware.cluster import LogicalMesh
+from autopar.hardware.meshes import layouts_key, targets
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, RunCosts
 from autopar.passes.inter_op.layer_bounds import (
@@ -128,18 +131,18 @@ class PipelineBound:
     def step(self, count: int) -> LeastStep:
         """Lower bound with this number of microbatches, from what is bounded for it and for numbers dividing it."""
         bounds = self._bounds(count)
-        on_all = self._on_all
-        if on_all is None:
+        if not self._on_all:
             return LeastStep(0.0, ())  # devices of several kinds may be one mesh, of which nothing is known
         splits = any(SCHEDULES[s].split for s in self.space.schedules)
         of_layer = self._layers.classes.of_layer
-        layers = {n: [of_class[c] for c in of_layer] for n, of_class in bounds.items()}
+        layers = {n: [bounds[n][c] for c in of_layer] for n in self.search.meshes}
         paths = [sums_of_runs([0.0 if splits else bound.path for bound in layers[n]]) for n in self.search.meshes]
-        one_stage = LeastStep(
-            self._one_stage(count, bounds[on_all], on_all), (BoundedStage(on_all, 0, len(of_layer), 0),)
+        one_stage = (
+            LeastStep(self._one_stage(count, bounds[n], n), (BoundedStage(n, 0, len(of_layer), 0),))
+            for n in self._on_all
         )
-        prices = self._prices(count, bounds)
-        return min(least_step(self._question(count, layers), paths, prices), one_stage, key=lambda step: step.seconds)
+        divided = least_step(self._question(count, layers), paths, self._prices(count, bounds))
+        return min(divided, *one_stage, key=lambda step: step.seconds)
 
     def _question(self, count: int, layers: Mapping[int, Sequence[LayerBound]]) -> Question:
         """The division of the layers into stages; `layers`: submesh -> their bounds."""
@@ -160,10 +163,19 @@ class PipelineBound:
         """Fewest microbatches in flight in the first of so many stages."""
         return min(SCHEDULES[s].stash(Size(stages, count), 0) for s in self.space.schedules)
 
-    @property
-    def _on_all(self) -> int | None:
-        """The submesh of all devices."""
-        return next((n for n, size in self._sizes.items() if size == self.search.cluster.num_devices), None)
+    @cached_property
+    def _meshes(self) -> Mapping[int, LogicalMesh]:
+        """The meshes of the search, and behind them those of all devices in other shapes, which only one stage has."""
+        of_search, cluster = self.search.meshes, self.search.cluster
+        in_search = {layouts_key(mesh) for mesh in of_search.values() if mesh.size == cluster.num_devices}
+        candidates = [target.logical for target in targets(None, cluster, local=False)] if in_search else []
+        shapes = (mesh for mesh in candidates if layouts_key(mesh) not in in_search)
+        return {**of_search, **dict(enumerate(shapes, max(of_search) + 1))}
+
+    @cached_property
+    def _on_all(self) -> Sequence[int]:
+        """The meshes of all devices."""
+        return [n for n, size in self._sizes.items() if size == self.search.cluster.num_devices]
 
     def _one_stage(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> float:
         """Lower bound (s) on the step on all devices, where single layers are rematerialised and state is offloaded.
@@ -206,7 +218,7 @@ class PipelineBound:
 
     def _prices(self, count: int, bounds: Mapping[int, Mapping[int, LayerBound]]) -> Mapping[int, Sequence[Priced]]:
         """Submesh -> at every rate, the bounds of `_costs` with the price of all bytes but residuals."""
-        return {n: self._priced_runs(count, bounds[n], n) for n in bounds if self._has_prices(count, n)}
+        return {n: self._priced_runs(count, bounds[n], n) for n in self.search.meshes if self._has_prices(count, n)}
 
     def _has_prices(self, count: int, n: int) -> bool:
         """Whether any layer is priced that bounds those on a submesh for a number of microbatches."""
@@ -269,14 +281,16 @@ class PipelineBound:
     def rates(self) -> Floats:
         """Prices of a byte (s per step), from the bounds for the first number of microbatches."""
         count = min(self.bounded)[0]
-        seconds = min(self._even(count, n) for n in self._sizes)
+        seconds = min(self._even(count, n) for n in self.search.meshes)
         return np.array(self.effort.rates) * seconds / max(self.search.capacity(self.space))
 
     def _share(self, smaller: int, larger: int) -> float | None:
         """Seconds on a submesh, as a share of those on a smaller one at least; None if they are not compared."""
         size, by = self._sizes[larger], self._sizes[smaller]
-        # devices of several kinds are not compared
-        return by / size if larger == smaller or (size % by == 0 and not self.search.cluster.groups) else None
+        if larger == smaller:
+            return 1.0
+        # neither devices of several kinds are compared, nor shapes of one mesh
+        return by / size if size > by and size % by == 0 and not self.search.cluster.groups else None
 
     def _bounds(self, count: int) -> Mapping[int, Mapping[int, LayerBound]]:
         """Submesh -> class of layers -> the highest of its bounds for divisors of the number and of the submesh."""
@@ -325,7 +339,8 @@ class PipelineBound:
         rules = self._rules(graphs)
         if is_first:
             host, sizes = self.search.cluster.devices_per_host, self._sizes
-            groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
+            submeshes = sorted(self.search.meshes, key=lambda n: sizes[n])
+            groups = itertools.groupby(submeshes, key=lambda n: max(sizes[n], host))
             for _, group in groups:
                 tasks = [(n, c) for n in group if self._even(count, n) < self.planned for c in graphs]
                 self._bound_layers(count, graphs, rules, tasks)
@@ -345,7 +360,7 @@ class PipelineBound:
         tasks: Sequence[tuple[int, int]],
     ) -> None:
         """Bounds layers on (submesh, class) pairs for a number of microbatches; `graphs` and `rules`: by class."""
-        meshes, binds = self.search.meshes, self._memory_binds
+        meshes, binds = self._meshes, self._memory_binds
         functions = [
             partial(bound_on, graphs[c], meshes[n], rules[c], remat=binds and c in self._large) for n, c in tasks
         ]
@@ -360,7 +375,7 @@ class PipelineBound:
         tasks: Sequence[_Task],
     ) -> None:
         """Prices the bytes of layers at all rates; arguments as of `_bound_layers`."""
-        meshes, owned = self.search.meshes, self._layers.classes.owned
+        meshes, owned = self._meshes, self._layers.classes.owned
         functions = [
             partial(
                 priced_on, graphs[c], meshes[n], rules[c], owned(c), self._byte_rates(p), recomputed=p == remat.FULL
@@ -405,8 +420,8 @@ class PipelineBound:
 
     @cached_property
     def _sizes(self) -> Mapping[int, int]:
-        """Devices of every submesh."""
-        return {n: mesh.size for n, mesh in self.search.meshes.items()}
+        """Devices of every mesh."""
+        return {n: mesh.size for n, mesh in self._meshes.items()}
 
     @cached_property
     def _memory_binds(self) -> bool:
