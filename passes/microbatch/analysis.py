@@ -13,8 +13,9 @@ An operation is placed in the first segment where its operands are known and it 
     all operands invariant                    where they are known, on whole values
     some operand split                        in a loop, on blocks, by the table of rules             -> _in_loop
     some operand a partial sum                it needs the total: after the loop. Two gradients whose only use is their
-                                              sum are added inside the loop, and a scan of blocks carries
-                                              a part on                                        -> _adds_parts
+                                              sum are added inside the loop, transposed there if they are transposed
+                                              first, and a scan of blocks carries a part on
+                                                                             -> _adds_parts, _move_to_parts
     no rule, and operands that are cheap      before the loops, on the whole batch: the count of a mask
                                                                                                   -> _before_loop
     otherwise                                 after the loop, on blocks joined into whole values   -> _after_loop
@@ -53,7 +54,7 @@ from autopar.cost_models.flops import work
 from autopar.cost_models.kernels import KERNELS
 from autopar.ir.graph import Atom, Graph, Op, is_zero
 from autopar.ir.keyed import totals
-from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS, KERNEL_CALLS
+from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS, KERNEL_CALLS, RELAYOUTS
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
 from autopar.passes.microbatch.grouped import Groups, is_grouped
@@ -199,6 +200,7 @@ class Analyzer:
 
     def place(self, op: Op) -> tuple[int, PlacedOp, tuple[State, ...]]:
         """Segment of an operation, how it reads its operands and runs there, and the states of its results."""
+        self._move_to_parts(op)
         uses = [self.use(a) for a in op.inputs]
         if self._reads_counts(op) and (placed := self._in_loop(op, uses)) is not None:
             return placed
@@ -254,6 +256,44 @@ class Analyzer:
         """True for the sum of two partial sums that nothing else reads: one accumulator suffices for both."""
         sums = self.share_accumulators and op.name in ADDITIONS
         return sums and all(v.state == SUM and self.reads[a] == 1 for a, v in zip(op.inputs, uses, strict=True))
+
+    def _move_to_parts(self, op: Op) -> None:
+        """Moves operations on the operands of a sum into the loop if one accumulator then suffices for all of them.
+
+        A gradient of a product is transposed before it is added to another gradient of the same weights.
+        """
+        if not self.share_accumulators or op.name not in ADDITIONS:
+            return
+        behind_loop = [self._relayouts_of_part(a) for a in op.inputs]
+        if any(relayouts is None for relayouts in behind_loop):
+            return
+        for relayout in (each for relayouts in behind_loop if relayouts for each in relayouts):
+            uses = [self.use(a) for a in relayout.inputs]
+            placed = self._in_loop(relayout, uses)
+            assert placed is not None
+            self._record(relayout, *placed)
+            for v in relayout.outputs:
+                del self.uses[v]
+
+    def _relayouts_of_part(self, atom: Atom) -> tuple[Op, ...] | None:
+        """The operations behind the loop that make a value of a partial sum, and that parts may run through as well.
+
+        Returns:
+            In order; () for a partial sum; None for other values, and where anything else reads one of these.
+        """
+        if not isinstance(atom, int) or self.reads[atom] != 1:
+            return None
+        if self.use(atom).state == SUM:
+            return ()
+        producer = self.producers.get(atom)
+        if producer is None or producer.name not in RELAYOUTS:
+            return None
+        segment, placed = self.places[producer.index]
+        relayouts = self._relayouts_of_part(placed.op.inputs[0])
+        if relayouts is None or segment == 0:
+            return None
+        result = self._rule_result(placed.op, (SUM,))
+        return (*relayouts, placed.op) if result is not None and result.results == (SUM,) else None
 
     def _reads_counts(self, op: Op) -> bool:
         """True for an operation that reads the block's own counts of groups, and not their totals."""

@@ -12,7 +12,8 @@ its backward pass B sends cotangents to earlier ones, and W computes gradients o
                                     reads: stages that produce or read a forward value it reads; that alone read a
                                     parameter it reads; that alone read the parameter whose gradient it computes. An
                                     operation with none of these goes to the earliest stage of the cotangents it reads
-                                    or, if its results are no smaller than its operands, to its latest reader
+                                    or, if its results are no smaller than its operands, to its latest reader; but
+                                    what reads a part of a sum stays with it
     rematerialised                  B of the latest stage that reads it, so that no stage recomputes for another;
                                     likewise barriers, whose results count as their operands               -> _backward
     a sum of partial sums of        once after the loop: each stage accumulates its own, as with tied weights
@@ -338,13 +339,23 @@ def _backward(
             pairs = zip(op.outputs, op.inputs, strict=True)
             before_barrier.update((v, before_barrier.get(a, a)) for v, a in pairs if isinstance(a, int))
             latest_stage[op.index] = min(at_most, default=last_stage)
-        elif not at_least and _nbytes(split, op.outputs) >= _nbytes(split, block_operands(placed)):
+        elif not at_least and _may_move_to_reader(split, placed):
             latest_stage[op.index] = min(at_most, default=last_stage)
         if at_most or not is_repeated:
             cotangent_stage.update(dict.fromkeys(op.outputs, stages[op.index]))
         elif at_least:
             recomputed_in.update(dict.fromkeys(op.outputs, stages[op.index]))
     return _moved_to_last_reader(backward_ops, stages, recomputed_in, latest_stage)
+
+
+def _may_move_to_reader(split: Microbatches, placed: PlacedOp) -> bool:
+    """Whether an operation may run where its results are read: they are no smaller than its operands, and no parts.
+
+    What reads a part of a sum belongs where that is accumulated.
+    """
+    operands = block_operands(placed)
+    parts = any(isinstance(split.states[a], Partial) for a in operands)
+    return not parts and _nbytes(split, placed.op.outputs) >= _nbytes(split, operands)
 
 
 def _nbytes(split: Microbatches, values: Sequence[int]) -> int:

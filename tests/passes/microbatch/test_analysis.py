@@ -266,6 +266,45 @@ def test_two_gradients_of_one_table_share_an_accumulator_if_they_may(
     assert_close(got, tuple(jax.tree.leaves(step(*args))))
 
 
+@pytest.mark.parametrize("cast", [None, jnp.bfloat16])
+def test_gradients_of_weights_that_layers_share_have_one_accumulator(cast: Any) -> None:
+    """Each is transposed before it is added to the others, and converted where layers cast their weights."""
+
+    def step(w: jax.Array, b: Any) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            y, head = b["x"], w
+            for _ in range(3):
+                y = jnp.tanh(jnp.matmul(y, w if cast is None else w.astype(cast), preferred_element_type=y.dtype))
+            return jnp.mean((y @ head.T) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - gradient, value
+
+    random = np.random.default_rng(0)
+    args = (jnp.asarray(random.normal(size=(6, 6)) / 6), {"x": jnp.asarray(random.normal(size=(8, 6)))})
+    traced = trace(step, *args)
+    divided = split(traced.graph, COUNT)
+    assert sorted(divided.graph.types[total.value].shape for total in divided.totals) == [(), (6, 6)]
+    got, expected = jit(split_step(traced, COUNT))(*args), jit(step)(*args)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-12 if cast is None else 1e-3)
+    assert_close(got[1], expected[1])
+
+
+def test_a_gradient_that_is_read_elsewhere_keeps_its_accumulator() -> None:
+    def step(w: jax.Array, b: Any) -> Any:
+        def loss(first: jax.Array, second: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.tanh(jnp.tanh(b["x"] @ first) @ second))
+
+        first, second = jax.grad(loss, (0, 1))(w, w)
+        return w - (first + second), jnp.sum(first**2)
+
+    args = (jnp.arange(16.0).reshape(4, 4) / 16, {"x": jnp.ones((8, 4))})
+    traced = trace(step, *args)
+    assert len(split(traced.graph, COUNT).totals) == 2
+    for got, expected in zip(jit(split_step(traced, COUNT))(*args), jit(step)(*args), strict=True):
+        assert_close(got, expected)
+
+
 def test_metrics_are_combined_by_kind() -> None:
     assert {total.combine for total in split_program("metrics").totals} == {"sum", "max", "min", "or", "concatenate"}
 
