@@ -104,7 +104,13 @@ class StageGraph:
         """The value with the layout of a total's accumulator: one part of a sum, or the argument with all parts."""
         if total in self.parts:
             return self.parts[total]
-        return self.local[total] if total in self.completed_in else self.totals[total]
+        return self.local[total] if total in self.accumulators else self.totals[total]
+
+    @cached_property
+    def accumulators(self) -> tuple[int, ...]:
+        """Totals whose parts the passes of the stage make, each with an accumulator; any stage's updates read them."""
+        read_elsewhere = (v for i, (kind, v) in enumerate(self.results) if kind == "local" and i not in self.sent)
+        return tuple(dict.fromkeys((*(v for v in self.completed_in if v in self.local), *read_elsewhere)))
 
     @cached_property
     def part_results(self) -> Mapping[int, int]:

@@ -126,7 +126,7 @@ class StageLiveness:
     def stored_row(self, arguments: Collection[int], totals: Collection[int]) -> tuple[Row, Row]:
         """The state and the sums of `memory`, of these arguments and totals of the step alone."""
         graph, wide = self.graph, self._stored[1].wide
-        sums = (graph.accumulated(v) for v in graph.completed_in if v in totals and v in graph.local)
+        sums = (graph.accumulated(v) for v in graph.accumulators if v in totals)
         values = tuple(a for a in sums if isinstance(a, int) and a in wide)
         state = _Stored(tuple(graph.arguments[v] for v in sorted(arguments) if v in graph.arguments))
         return self._stored_row("state", state), self._stored_row("sums", _Stored(values, wide=wide))
@@ -192,7 +192,7 @@ class StageLiveness:
         """State, sums, the batch and the stash."""
         graph = self.graph
         in_host_memory = {graph.graph.inputs[i] for i in self.offloaded}
-        accumulated = (graph.accumulated(v) for v in graph.completed_in if v in graph.local)
+        accumulated = (graph.accumulated(v) for v in graph.accumulators)
         sums = tuple(a for a in accumulated if isinstance(a, int))
         return (
             _Stored(tuple(a for a in graph.arguments.values() if a not in in_host_memory)),

@@ -92,6 +92,31 @@ def test_bytes_by_kind_are_those_of_the_layouts(name: str, number: int) -> None:
         assert memory.peak(3) - memory.peak(2) in (0.0, pytest.approx(memory.stash))
 
 
+def test_accumulators_that_another_stage_reads_are_stored_while_passes_run() -> None:
+    """The second stage accumulates its part of the gradient of shared weights, which the first one updates."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            y = x
+            for _ in range(4):
+                y = jnp.tanh(y @ w)
+            return jnp.sum(y)
+
+        return w - jax.grad(loss)(w)
+
+    step_traced = trace(step, array(16, 16), array(32, 16))
+    divided = divide(split(step_traced.graph, COUNT), find(step_traced.graph), [2])
+    mesh = Cluster.custom((1,), 1e-6, 1e-8, {"float32": 1e9}, 1e9, 10**9).logical_mesh((1,))
+    programs = {}
+    for number in range(2):
+        graph = stage_graph(divided, number, step_traced.in_avals)
+        stage = StageProblem(graph, mesh, rules_of(graph.graph), Options(gap=0.0))
+        programs[number] = {*graph.completed_in.values()}
+        assert stage.liveness.memory(stage.fastest.assignment).sums == 16 * 16 * 4 * len(graph.accumulators)
+        assert stage.liveness.least().sums == 16 * 16 * 4 * len(graph.accumulators) > 0
+    assert programs == {0: {"update0"}, 1: set()}
+
+
 def test_results_of_each_example_are_stored_for_all_microbatches_while_passes_run() -> None:
     """Their parts have a leading dimension that no axis cuts, and numbers of two bytes stay so, unlike sums."""
 
