@@ -160,8 +160,11 @@ class _Sharing:
         return step.name in ELEMENTWISE or (step.name == RESHAPE and step.outputs[0] in self.matrices)
 
     def _fits(self, v: int, shape: tuple[int, ...]) -> bool:
-        """A value of this shape, or one that is a matrix, whichever dimensions that has."""
-        type_ = self.p.type_of(v)
+        """A value of this shape, or one that is a matrix, whichever dimensions that has.
+
+        What a product with swapped operands makes is in memory as its transpose.
+        """
+        type_ = self.p.type_of(self.p.swapped[v].outputs[0] if v in self.p.swapped else v)
         return type_.shape == shape or (v in self.matrices and type_.size == math.prod(shape))
 
     @cached_property

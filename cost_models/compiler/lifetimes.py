@@ -137,13 +137,14 @@ class _Clock:
         return next_products
 
     def _waits(self, steps: Sequence[Step], reads: Sequence[Sequence[int]]) -> list[list[int]]:
-        """For each step the steps that it waits for, ascending."""
+        """For each step the steps that it waits for, ascending; for no copy of a value that it repeats instead."""
         maker = {v: i for i, step in enumerate(steps) for v in step.outputs}
         waits: list[list[int]] = []
         tokens = self.p.tokens
         for step, read in zip(steps, reads, strict=True):
             needed = (*read, *(s for v in step.after for s in self.w.sources.get(v, ()))) if step.after else read
-            behind = [s for v in needed for s in ((v,) if v not in tokens else self._copied(v))]
+            read_here = (v for v in needed if v not in self.w.repeated_through)
+            behind = [s for v in read_here for s in ((v,) if v not in tokens else self._copied(v))]
             waits.append(sorted({maker[s] for s in behind if s in maker}))
         return waits
 

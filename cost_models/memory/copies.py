@@ -246,10 +246,12 @@ class _Copies:
             self._transposed_again(link, end, False)
             link.half(*self._gap(used, end, before=True))
             link.half(*self._gap(used, end, before=False))
+            repeats = self.repeated.get(end, False)
             if last is not None:
-                link.same("copy", max(before, last) + 1, death)
+                if not repeats:
+                    link.same("copy", max(before, last) + 1, death)
                 link.other("copy", max(before, last) + 1, birth - 1, of_target=False)
-            before = max(before, death)
+            before = before if repeats else max(before, death)
 
     def _used(self, ends: Sequence[End]) -> Sequence[End]:
         """The ends that a copy is made for: all, or those that are no updates if there are others."""

@@ -67,6 +67,14 @@ def test_a_program_equals_the_single_device():
     assert set(outcomes) == set(corpus.SMALL[:3])
 
 
+@pytest.mark.parametrize(("name", "scale"), [("dp_sgd", 64), ("simclr_with_queue", 64), ("spectral_norm", 1024)])
+def test_the_memory_of_a_small_step_is_predicted(name, scale):
+    """Of gradients of each example, of logits that are joined, of products with swapped operands."""
+    program = BY_NAME[name]
+    _needs(program)
+    assert abs(corpus_case.memory(corpus_case.Subject(program, scale)).value) <= 0.05
+
+
 def test_a_wrong_step_is_found():
     program = BY_NAME["muon"]
     subject = corpus_case.Subject(program, 1)
