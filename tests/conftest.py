@@ -16,10 +16,11 @@ import jax
 import pytest
 
 from autopar.bench.equal.run import quick_flags
-from tests.support import effort
+from tests.support import effort, mlir_contexts
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()  # read when a backend starts
 jax.config.update("jax_num_cpu_devices", 8)
+mlir_contexts.reuse()
 if cache := os.environ.get("AUTOPAR_TEST_JAX_CACHE"):
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
