@@ -255,7 +255,7 @@ def test_tables_are_text_in_a_kernel_of_jupyter_too(plan, monkeypatch):
 
 
 def test_hints_are_plans_under_one_other_option() -> None:
-    model = zoo.build("gpt-toy")
+    model = zoo.build("mlp-toy", batch=512)
     args, mesh, cluster = model.abstract_args(), (2, 4), dear((2, 4))
     free = autopar.plan(model.step, *args, mesh=mesh, cluster=cluster)
     options = {"mesh": mesh, "cluster": cluster, "memory_budget": 0.6 * free.peak_memory_bytes}

@@ -187,11 +187,17 @@ def test_the_least_peak_is_that_of_state_and_layers() -> None:
     assert "full" not in least("none", "none").remat
 
 
-def test_a_step_that_only_fits_with_offload_is_planned_with_it() -> None:
+@cache
+def too_little() -> tuple[int, Plan]:
+    """A budget that no plan without offload fits into, and the plan within it."""
     budget = least("none").peak_memory_bytes - 1
+    return budget, planned(memory_budget=budget)
+
+
+def test_a_step_that_only_fits_with_offload_is_planned_with_it() -> None:
+    budget, plan = too_little()
     with pytest.raises(MemoryBudgetError):
         planned(memory_budget=budget, offload="none")
-    plan = planned(memory_budget=budget)
     assert plan.offloaded
     assert plan.peak_memory_bytes <= budget
     assert all(plan.input_paths[i] in IN_HOST_MEMORY for i in plan.offloaded)
@@ -216,7 +222,7 @@ def test_no_budget_is_exceeded_and_offload_never_makes_a_plan_slower(share: floa
 
 def test_a_plan_chosen_within_a_budget_equals_one_device() -> None:
     needs_host_memory()
-    plan = planned(memory_budget=least("none").peak_memory_bytes - 1)
+    _, plan = too_little()
     results = autopar.parallelize(step, plan=plan, cluster=CLUSTER)(*arguments())
     assert_equal(results, jax.jit(step)(*arguments()))
     assert "pinned_host" in kinds(results[0])
