@@ -6,6 +6,7 @@
     parameters         other state of a floating-point type                                     -> parameter_leaves
 
 A moment of the optimizer belongs to the parameter whose path ends as its own does              -> owned_parameter
+So does a copy of a parameter that only the update reads: a float32 master, an average           -> parameter_copies
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.keyed import grouped
 from autopar.ir.on_graph import cached_on_graph
 
@@ -107,12 +108,40 @@ def of_parameter(path: str, parameters: Container[str]) -> tuple[str, str] | Non
 
 def owned_parameter(graph: Graph) -> Mapping[int, int]:
     """Leaf of the optimizer's state -> the parameter that it belongs to, if they have one shape."""
+    copies = parameter_copies(graph)
+    return _of_parameters(graph, optimizer_leaves(graph), [i for i in parameter_leaves(graph) if i not in copies])
+
+
+@cached_on_graph
+def parameter_copies(graph: Graph) -> Mapping[int, int]:
+    """Parameter that only the update reads -> the parameter of its path and shape that the gradient is computed from.
+
+    In mixed precision these are the float32 masters; averages of parameters are others. Rajbhandari et al. (2020),
+    section 3.1, count masters as optimizer state. Without a backward pass there are none.
+    """
+    values = differentiated(graph.ops)
+    leaves = parameter_leaves(graph)
+    read = [i for i in leaves if graph.inputs[i] in values]
+    return MappingProxyType(_of_parameters(graph, [i for i in leaves if graph.inputs[i] not in values], read))
+
+
+def differentiated(ops: Sequence[Op]) -> set[Atom]:
+    """Operands of operations of the backward pass, and all values that these are computed from."""
+    values: set[Atom] = set()
+    for op in reversed(ops):
+        if any(v in values for v in op.outputs) or any(inner.phase == "backward" for inner in op.walk()):
+            values.update(op.inputs)
+    return values
+
+
+def _of_parameters(graph: Graph, leaves: Sequence[int], parameters: Sequence[int]) -> dict[int, int]:
+    """Leaf -> the parameter whose path ends as its own does, if they have one shape."""
     by_end: dict[str, int] = {}
-    for i in parameter_leaves(graph):
+    for i in parameters:
         path = graph.input_paths[i]
         by_end[path.partition("params/")[2] or path.partition("/")[2] or path] = i
     owned: dict[int, int] = {}
-    for i in optimizer_leaves(graph):
+    for i in leaves:
         belongs = of_parameter(graph.input_paths[i], by_end)
         if belongs and _shape(graph, i) == _shape(graph, by_end[belongs[1]]):
             owned[i] = by_end[belongs[1]]

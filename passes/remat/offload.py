@@ -3,7 +3,7 @@
 An argument leaf qualifies if
 
     it is state        the step returns its successor (`autopar.ir.train_state.match_state`) and may reuse its buffer
-    the update alone   an operation reads it, and no value of the backward pass depends on it       -> _differentiated
+    the update alone   an operation reads it, and no value of the backward pass depends on it       -> differentiated
       reads it
     it is an array     of rank 1 or more: offloading scalars and keys would free nothing
 
@@ -14,10 +14,10 @@ without a backward pass no argument does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from autopar.ir.graph import Atom, Graph, Op
-from autopar.ir.train_state import match_state
+from autopar.ir.graph import Graph
+from autopar.ir.train_state import differentiated, match_state
 
 
 def offloadable(graph: Graph, donated: Collection[int]) -> tuple[int, ...]:
@@ -25,22 +25,13 @@ def offloadable(graph: Graph, donated: Collection[int]) -> tuple[int, ...]:
 
     `donated` are the positions whose buffers the step may reuse.
     """
-    differentiated = _differentiated(graph.ops)
-    if not differentiated:
+    gradient = differentiated(graph.ops)
+    if not gradient:
         return ()
-    update_operands = {a for op in graph.ops for a in op.inputs} - differentiated
+    update_operands = {a for op in graph.ops for a in op.inputs} - gradient
     donated_state = sorted({*donated}.intersection(match_state(graph).values()))
     positions = [i for i in donated_state if graph.inputs[i] in update_operands and _is_array(graph, i)]
     return tuple(sorted(positions, key=lambda i: (-graph.types[graph.inputs[i]].nbytes, i)))
-
-
-def _differentiated(ops: Sequence[Op]) -> set[Atom]:
-    """Operands of operations of the backward pass, and all values that these are computed from."""
-    values: set[Atom] = set()
-    for op in reversed(ops):
-        if any(v in values for v in op.outputs) or any(inner.phase == "backward" for inner in op.walk()):
-            values.update(op.inputs)
-    return values
 
 
 def _is_array(graph: Graph, position: int) -> bool:

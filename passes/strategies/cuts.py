@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Graph
 from autopar.ir.op_sets import ALL_PRODUCTS
-from autopar.ir.train_state import match_state, optimizer_leaves, parameter_leaves
+from autopar.ir.train_state import match_state, optimizer_leaves, parameter_copies, parameter_leaves
 from autopar.passes.microbatch.batch import infer_batch
 from autopar.passes.microbatch.batch_dimensions import batch_dimensions
 from autopar.passes.op_groups.constraints import Pins
@@ -52,13 +52,15 @@ class Step:
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
-        """Argument leaves that are parameters, but for scalars."""
-        return tuple(i for i in parameter_leaves(self.graph) if self.shape(i))
+        """Argument leaves that are parameters, but for scalars and for copies that only the update reads."""
+        copies = parameter_copies(self.graph)
+        return tuple(i for i in parameter_leaves(self.graph) if self.shape(i) and i not in copies)
 
     @cached_property
     def optimizer(self) -> tuple[int, ...]:
-        """Argument leaves that are state of the optimizer, but for scalars."""
-        return tuple(i for i in optimizer_leaves(self.graph) if self.shape(i))
+        """Argument leaves that are state of the optimizer, float32 masters among them, but for scalars."""
+        leaves = sorted({*optimizer_leaves(self.graph), *parameter_copies(self.graph)})
+        return tuple(i for i in leaves if self.shape(i))
 
     @cached_property
     def products(self) -> tuple[int, ...]:

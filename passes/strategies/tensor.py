@@ -24,13 +24,13 @@ from autopar.errors import PinError
 from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Atom, Op
 from autopar.ir.op_sets import ALL_PRODUCTS
-from autopar.ir.train_state import owned_parameter
+from autopar.ir.train_state import owned_parameter, parameter_copies
 from autopar.passes.strategies.cuts import Cut, Cuts, Step
 from autopar.rules import Rule
 
 
 def megatron(step: Step, name: str, size: int, before: Cuts) -> Cut:
-    """Parameters in columns and rows, moments of the optimizer as their parameters; all other state whole."""
+    """Parameters in columns and rows, moments of the optimizer and masters as their parameters; other state whole."""
     walk = _Walk(step, size, dict.fromkeys(step.parameters))
     for i in step.parameters:
         walk.weights[step.graph.inputs[i]] = _Weight(i, tuple(range(len(step.shape(i)))))
@@ -40,7 +40,8 @@ def megatron(step: Step, name: str, size: int, before: Cuts) -> Cut:
         raise PinError(
             f"{name}: no product of an activation and a parameter has a dimension that {size} devices divide"
         )
-    owned = {i: dims[j] for i, j in owned_parameter(step.graph).items() if j in dims}
+    belongs = {**owned_parameter(step.graph), **parameter_copies(step.graph)}
+    owned = {i: dims[j] for i, j in belongs.items() if j in dims}
     values = {v: walk.cut[v] for v in step.products if v in walk.cut}
     return Cut({**dict.fromkeys(step.state), **dims, **owned}, values, frozenset(walk.sums))
 

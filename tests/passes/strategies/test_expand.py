@@ -139,6 +139,29 @@ def test_of_equal_dimensions_the_first_is_cut():
     assert leaves(expanded({"fsdp": P("x")}, step, params, params, array(8, 16), x=4))["params/w"] == P("x")
 
 
+def mixed(params: Any, master: Any, average: Any, opt: Any, batch: Any) -> Any:
+    """Mixed precision: bfloat16 parameters, float32 masters, a float32 average of them, and momentum."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(perceptron)(params, batch))
+    opt = jax.tree.map(lambda m, g: 0.9 * m + g, opt, grads)
+    master = jax.tree.map(lambda p, m: p - 0.1 * m, master, opt)
+    average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, master)
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), master), master, average, opt
+
+
+HALF = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for name, leaf in MLP.items()}
+CUT = {"bias": P("x"), "down": P("x"), "up": P(None, "x")}
+
+
+@pytest.mark.parametrize(
+    ("name", "params"), [("data_parallel", WHOLE), ("zero1", WHOLE), ("fsdp", CUT), ("megatron", CUT)]
+)
+def test_copies_that_only_the_update_reads_are_state_of_the_optimizer(name, params):
+    pins = leaves(expanded({name: P("x")}, mixed, HALF, MLP, MLP, MLP, array(8, 16), x=8))
+    state = WHOLE if name == "data_parallel" else CUT
+    for argument, specs in {"params": params, "master": state, "average": state, "opt": state}.items():
+        assert {key.partition("/")[2]: spec for key, spec in pins.items() if key.startswith(argument)} == specs
+
+
 # Megatron by the graph
 
 
