@@ -51,9 +51,9 @@ def test_the_plan_of_nemo_has_whole_parameters_and_cuts_examples_positions_and_s
     params = {path: spec for path, spec in specs.items() if path.startswith("state/params/")}
     assert params
     assert all(not any(spec) for spec in params.values())
-    moments = [spec for path, spec in specs.items() if "/mu/" in path or "/nu/" in path]
-    assert moments
-    assert all(any(spec) for spec in moments)
+    state = [spec for path, spec in specs.items() if any(part in path for part in ("/mu/", "/nu/", "/master/"))]
+    assert state
+    assert all(any(spec) for spec in state)
 
 
 def test_the_plan_of_maxtext_cuts_parameters_over_both_axes() -> None:
@@ -64,6 +64,18 @@ def test_the_plan_of_maxtext_cuts_parameters_over_both_axes() -> None:
     assert specs["state/params/blocks/w1"] == P(None, "fsdp", "tensor")
     assert specs["state/params/blocks/w2"] == P(None, "tensor", "fsdp")
     assert specs["state/params/blocks/wq"] == P(None, "fsdp", "tensor")
+
+
+def test_the_plan_of_maxtext_scatters_what_blocks_add_and_gathers_no_hidden_layer() -> None:
+    """Megatron's collectives along the width: in each layer 4 sums are scattered and 6 activations gathered."""
+    row = row_of("maxtext-128b 1x128")
+    config = replace(row.config, layers=8)
+    activation = config.batch // row.axes["fsdp"] * config.seq * config.width * 2  # bytes, whole along the width
+    plan = fused.planned(replace(row, config=config))
+    large = [c for c in plan.collectives if c.axes == ("tensor",) and c.count == config.layers and c.bytes > 2**20]
+    assert {c.bytes for c in large} == {activation}
+    assert sum(c.kind == "reduce-scatter" for c in large) == 4
+    assert sum(c.kind == "all-gather" for c in large) == 6
 
 
 def test_pairs_without_an_order_are_left_out() -> None:

@@ -35,6 +35,7 @@ from autopar.errors import ArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.text import seconds, size
 from autopar.ir.text import table as grid
+from autopar.ir.trace import trace
 from autopar.pins import Pins
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
@@ -180,7 +181,10 @@ def _pins_of_llama(row: Published, model: Model) -> Mapping[str, Any]:
 
 
 def _pins_of_maxtext(row: Published, model: Model) -> Mapping[str, Any]:
-    """FSDP and Megatron's layouts, and what a block adds to its input sharded over both axes."""
+    """FSDP and Megatron's layouts, and what a block adds to its input sharded over both axes.
+
+    The products whose results are added are cut along the dimension that they contract: their sums are scattered.
+    """
     batch = ("data", "fsdp") if row.slices > 1 else ("fsdp",)
     given = Pins({"fsdp": PartitionSpec("fsdp"), "megatron": PartitionSpec("tensor")})
     pins = given.expand(model.step, *model.abstract_args(), mesh=dict(row.axes))
@@ -190,10 +194,19 @@ def _pins_of_maxtext(row: Published, model: Model) -> Mapping[str, Any]:
         if key.startswith("batch/"):
             return PartitionSpec(batch)
         if key.startswith("products") and key.endswith(sums):
-            return PartitionSpec(batch, None, "tensor")
+            return PartitionSpec(batch, None, PartitionSpec.UNCONSTRAINED)
         return PartitionSpec(batch, *spec[1:]) if key.startswith("products") else spec
 
-    return {key: entered(key, spec) for key, spec in pins.items()}
+    added = {f"activations at {line}": PartitionSpec(batch, None, "tensor") for line in _block_sums(row, model)}
+    return {**{key: entered(key, spec) for key, spec in pins.items()}, **added}
+
+
+def _block_sums(row: Published, model: Model) -> list[str]:
+    """The source lines at which blocks add to their input."""
+    graph, config = trace(model.step, *model.abstract_args()).graph, row.config
+    shape = (config.batch, config.seq, config.width)
+    adds = (op for op in graph.walk() if op.name == "add" and op.phase == "forward")
+    return list(dict.fromkeys(op.source for op in adds if graph.types[op.outputs[0]].shape == shape))
 
 
 _PINS: Mapping[str, Callable[[Published, Model], Mapping[str, Any]]] = MappingProxyType(
