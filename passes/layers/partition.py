@@ -3,12 +3,15 @@
     subdivide   gives at least as many layers as stages: halves the layer with the most FLOPs again and again, at equal
                 FLOPs within `LayerEffort.balance`, then where the fewest bytes cross, then at the latest such border
     borders     divides layers into stages: minimises the forward FLOPs of the largest stage (a backward pass takes
-                twice as many); among equals the bytes that cross; then it takes the latest borders
+                twice as many); among equals the bytes that cross; then the sum of the squares of the stages' FLOPs,
+                so that the other stages are even too, which memory and stages of one submesh need; then it takes the
+                latest borders
 
 `borders` is exact, by two dynamic programs over (stages so far, layers so far), O(stages layers^2):
 
     least(k, j)    = min_i max(least(k - 1, i), FLOPs of layers i .. j)          largest stage
     crossing(k, j) = min_i crossing(k - 1, i) + bytes(i)                         over stages no larger than least(p, n)
+    squares(k, j)  = min_i squares(k - 1, i) + (FLOPs of layers i .. j)^2        over those of equal crossing(k, j)
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from autopar.passes.layers.find import LAYERS, Layers, crossing_bytes, with_bord
 
 #: Relative and absolute difference (FLOPs) of sums in another order, below which they are equal.
 ROUNDING = 1e-9
+#: Squares of FLOPs, those of the largest stage being 1, are integers in this unit, so that equal sums are equal.
+SQUARES = 1e-12
 
 
 def subdivide(layers: Layers, count: int) -> Layers:
@@ -72,19 +77,23 @@ def borders(layers: Layers, stages: int) -> tuple[int, ...]:
     flops_before = [0.0, *itertools.accumulate(_forward_flops(layers, i) for i in range(count))]
     crossing = [0, *(_nbytes(layers, values) for values in layers.crossing)]
     limit = _largest(flops_before, stages) * (1 + ROUNDING)
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # layers so far -> (bytes, borders negated)
+
+    def square(i: int, j: int) -> int:
+        return round(((flops_before[j] - flops_before[i]) / (limit or 1.0)) ** 2 / SQUARES)
+
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}  # layers -> (bytes, squares, borders negated)
     for k in range(1, stages + 1):
         last = range(k, count - (stages - k) + 1) if k < stages else (count,)
         best = {
             j: min(
-                (best[i][0] + crossing[i], (*best[i][1], -i))
+                (best[i][0] + crossing[i], best[i][1] + square(i, j), (*best[i][2], -i))
                 for i in best
                 if i < j and flops_before[j] - flops_before[i] <= limit + ROUNDING
             )
             for j in last
             if any(i < j and flops_before[j] - flops_before[i] <= limit + ROUNDING for i in best)
         }
-    return tuple(-i for i in best[count][1][1:])
+    return tuple(-i for i in best[count][2][1:])
 
 
 def _largest(flops_before: Sequence[float], stages: int) -> float:

@@ -32,14 +32,14 @@ def chain(widths: list[int]) -> Layers:
     return layer_partition.subdivide(layers_pass.find(graph), len(ws))
 
 
-def quality(layers: Layers, borders: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
-    """(FLOPs of the largest stage, bytes that cross, how early): smaller is better."""
+def quality(layers: Layers, borders: tuple[int, ...]) -> tuple[float, int, float, tuple[int, ...]]:
+    """(FLOPs of the largest stage, bytes that cross, sum of squares of FLOPs, how early): smaller is better."""
     ends = (0, *borders, len(layers.layers))
     amounts = [
         sum(work(layers.graph, op) for i in range(a, b) for op in layers.ops(i)) for a, b in itertools.pairwise(ends)
     ]
     crossing = sum(layers.graph.types[v].nbytes for b in borders for v in layers.crossing[b - 1])
-    return max(amounts), crossing, tuple(-b for b in borders)
+    return max(amounts), crossing, sum(n * n for n in amounts), tuple(-b for b in borders)
 
 
 @settings(max_examples=30, deadline=None)
@@ -49,6 +49,11 @@ def test_borders_are_optimal(widths: list[int], stages: int) -> None:
     stages = min(stages, len(layers.layers))
     every = itertools.combinations(range(1, len(layers.layers)), stages - 1)
     assert layer_partition.borders(layers, stages) == min(every, key=lambda borders: quality(layers, borders))
+
+
+def test_stages_below_the_largest_are_even() -> None:
+    layers = chain([8] * 8 + [16])  # equal layers, the last of twice the FLOPs
+    assert layer_partition.borders(layers, 4) == (3, 5, 7)  # 3, 2, 2 and 2 FLOPs of 512, and not 3, 3, 1 and 2
 
 
 def test_subdivided_layers_cover_the_same_operations() -> None:
