@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import numpy as np
-from jax._src import core as jax_core  # tried on 0.10.2, 0.12.0: the context of an equation
+from jax import lax
+from jax._src import core as jax_core  # tried on 0.10.2, 0.12.0: contexts and effects of equations
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Specs = tuple[PartitionSpec, ...]
@@ -41,6 +42,50 @@ def bind_on_mesh(equation: jex.JaxprEqn, mesh: Mesh | AbstractMesh, operands: Se
     params = equation.primitive.get_bind_params({**equation.params, "mesh": mesh})
     with context.manager:
         return list(equation.primitive.bind(*operands, **params))
+
+
+def shard_mapped(
+    equation: jex.JaxprEqn, body: Callable[..., Sequence[Any]], operands: Sequence[Any], added: int
+) -> list[Any]:
+    """The results of a `shard_map` with another body. Tried on 0.10.2 and 0.12.0.
+
+    Over which axes values vary is not checked again: it was, for the body of the equation.
+
+    Args:
+        equation: the `shard_map`.
+        body: of the shards of the operands.
+        operands: those of the equation, behind others that are whole on every device.
+        added: number of those others.
+    """
+    params = equation.params
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=(*(PartitionSpec(),) * added, *params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=False,
+    )
+    with equation.ctx.manager:
+        return list(mapped(*operands))
+
+
+def bind_in_body(equation: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Bind an equation of the body of a `shard_map` in one whose types do not say over which axes values vary.
+
+    A sum whose result is of equal values on all devices has a primitive of its own where types say so.
+    Tried on 0.10.2 and 0.12.0.
+    """
+    with equation.ctx.manager:
+        if equation.primitive.name == "psum_invariant":
+            return [lax.psum(x, equation.params["axes"]) for x in operands]
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def has_side_effects(equation: jex.JaxprEqn) -> bool:
+    """Whether an equation has effects, but for naming a mesh axis. Tried on 0.10.2 and 0.12.0."""
+    return not all(isinstance(effect, jax_core.NamedAxisEffect) for effect in equation.effects)
 
 
 def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:

@@ -17,11 +17,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
@@ -41,9 +43,12 @@ from autopar.passes.microbatch.rules.table import RULES
 from autopar.passes.microbatch.rules.types import RuleResult
 from autopar.passes.microbatch.split import split
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, local_shape, part_dtype
+from autopar.rules import manual
 
 #: Arrays by value.
 Values = Mapping[int, Any]
+Bind = Callable[[jex.JaxprEqn, Sequence[Any]], list[Any]]
+"""Binds an equation to operands."""
 
 
 def slice_block(array: Any, state: Split, count: int, index: Any) -> Any:
@@ -229,6 +234,7 @@ class _Emitter:
         outer: whole values from outside.
         local: values of this microbatch; grows.
         index: number of the microbatch.
+        in_shard_map: the body is that of a `shard_map`, whose operations carry no tags.
     """
 
     graph: Graph
@@ -238,6 +244,7 @@ class _Emitter:
     outer: Values
     local: dict[int, Any]
     index: Any
+    in_shard_map: bool = False
 
     def run(self, placed: Sequence[PlacedOp], wanted: Sequence[int], depth: int = 0) -> None:
         """Bind operations in order.
@@ -275,24 +282,31 @@ class _Emitter:
         def emitted(outer_arrays: Sequence[Any], local_arrays: Sequence[Any], index: Any) -> list[Any]:
             values = dict(zip(local, local_arrays, strict=True))
             around = dict(zip(outer, outer_arrays, strict=True))
-            emitter = _Emitter(self.graph, self.flat, self.states, self.count, around, values, index)
+            emitter = replace(self, outer=around, local=values, index=index)
             emitter.run(body, kept, depth + 1)
             return [values[v] for v in kept]
 
         operands = ([self.outer[v] for v in outer], [self.local[v] for v in local], self.index)
         flat, tree = jax.tree.flatten(operands)
-        with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+        with self._emitting(op):
             results = jax_compat.rematerialised(op.equation, lambda *xs: emitted(*jax.tree.unflatten(tree, xs)), flat)
         self.local.update(zip(kept, results, strict=True))
 
+    @property
+    def _bound(self) -> Bind:
+        return jax_compat.bind_in_body if self.in_shard_map else jax_compat.bind
+
+    def _emitting(self, op: Op) -> AbstractContextManager[None]:
+        return jax_compat.emitting(op.equation.source_info, op.name_stack, "" if self.in_shard_map else op.tag)
+
     def _bind(self, placed: PlacedOp) -> None:
         op, result = placed.op, placed.rule_result
-        with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+        with self._emitting(op):
             operands = [self._operand(placed, i, atom) for i, atom in enumerate(op.inputs)]
             if result is None and op.name == "scan":
                 results = self._scan_whole(op, operands)
             elif result is None:
-                results = jax_compat.bind(op.equation, operands)
+                results = self._bound(op.equation, operands)
             elif result.body is not None:
                 bound = _REGION_EMITTERS[op.name](self, op, result, operands)
                 results = in_states(bound, result.results)
@@ -303,10 +317,10 @@ class _Emitter:
                     )
                 ]
             elif _needs_float32_sum(op, result):
-                results = _sum_in_float32(op, result, operands)
+                results = _sum_in_float32(op, result, operands, self._bound)
             else:
                 params = {**op.params, **result.params}
-                bound = jax_compat.bind(op.equation.replace(params=params), operands)
+                bound = self._bound(op.equation.replace(params=params), operands)
                 results = [
                     _to_float32(x) if s == SUM and _is_narrow(x) else x
                     for x, s in zip(bound, result.results, strict=True)
@@ -351,7 +365,7 @@ class _Emitter:
         """Results of a body on blocks."""
         local = dict(zip(body.region.inputs, in_states(arrays, body.input_states), strict=True))
         local.update(body.flat.constants)
-        emitter = _Emitter(self.graph, body.flat, body.states, self.count, {}, local, self.index)
+        emitter = replace(self, flat=body.flat, states=body.states, outer={}, local=local)
         placed = [PlacedOp(op, rule_result=body.rule_results[op.index]) for op in body.flat.ops]
         emitter.run(placed, [a for a in body.flat.outputs if isinstance(a, int)])
         return [emitter.body_result(a, state) for a, state in zip(body.flat.outputs, body.output_states, strict=True)]
@@ -390,6 +404,15 @@ class _Emitter:
     def cond(self, op: Op, result: RuleResult, operands: Sequence[Any]) -> list[Any]:
         return control_flow.cond(operands, [self._body_function(body) for body in result.body])
 
+    def shard_map(self, op: Op, result: RuleResult, operands: Sequence[Any]) -> list[Any]:
+        """The body on blocks of the shards, with the number of the microbatch as one more operand."""
+
+        def body(index: Any, *shards: Any) -> list[Any]:
+            inside = replace(self, graph=manual.call_of(op).body, outer={}, local={}, index=index, in_shard_map=True)
+            return inside._run_body(result.body, shards)
+
+        return jax_compat.shard_mapped(op.equation, body, (jnp.asarray(self.index), *operands), 1)
+
 
 def in_states(arrays: Sequence[Any], states: Sequence[State]) -> list[Any]:
     """Arrays as a body takes them in these states: zeros that begin a sum of floats below 32 bits become float32."""
@@ -411,6 +434,7 @@ _REGION_EMITTERS: Mapping[str, Callable[[_Emitter, Op, RuleResult, Sequence[Any]
     "scan": _Emitter.scan,
     "while": _Emitter.while_loop,
     "cond": _Emitter.cond,
+    manual.MANUAL: _Emitter.shard_map,
 }
 
 
@@ -428,7 +452,7 @@ def _needs_float32_sum(op: Op, result: RuleResult) -> bool:
     return part_dtype(variable.aval.dtype, SUM) != variable.aval.dtype
 
 
-def _sum_in_float32(op: Op, result: RuleResult, operands: Sequence[Any]) -> list[Any]:
+def _sum_in_float32(op: Op, result: RuleResult, operands: Sequence[Any], bound: Bind) -> list[Any]:
     """The operation with its result in float32.
 
     Products of two narrow operands stay narrow, with a float32 result, where devices support that. Convolutions do not:
@@ -437,13 +461,13 @@ def _sum_in_float32(op: Op, result: RuleResult, operands: Sequence[Any]) -> list
     parameter, params = _RESULT_DTYPE.get(op.name), {**op.params, **result.params}
     narrow = all(map(_is_narrow, operands))
     if op.name == "conv_general_dilated" and narrow:
-        return [_to_float32(x) for x in jax_compat.bind(op.equation.replace(params=params), operands)]
+        return [_to_float32(x) for x in bound(op.equation.replace(params=params), operands)]
     if parameter is None or not narrow:
         operands = [_to_float32(x) for x in operands]
     if op.name == "scatter-add":  # its parameters contain a jaxpr for the narrow type
         return [_scatter_add(operands, params)]
     wide = {} if parameter is None else {parameter: np.dtype(np.float32)}
-    return jax_compat.bind(op.equation.replace(params={**params, **wide}), operands)
+    return bound(op.equation.replace(params={**params, **wide}), operands)
 
 
 #: Parameter that gives the dtype of the result.

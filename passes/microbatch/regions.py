@@ -27,12 +27,12 @@ from autopar import jax_compat
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Region, is_zero
 from autopar.passes.microbatch.grouped import Groups, find_groups, grouped, is_grouped
-from autopar.passes.microbatch.rules import kernels
+from autopar.passes.microbatch.rules import kernels, manual_blocks
 from autopar.passes.microbatch.rules.table import apply_table, invariant_results
 from autopar.passes.microbatch.rules.types import ConstantComponent, Operands, RuleResult, no_constants
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Grouped, Invariant, Partial, Split, State, join
-from autopar.rules.manual import MANUAL
+from autopar.rules import manual
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +175,8 @@ def analyse_region(graph: Graph, region: Region, input_states: Sequence[State], 
             results = invariant_results(op, operands)
             rule_results[op.index] = None
         else:
-            result = None if op.equation.effects else apply_rule(graph, op, operands, count, groups=groups)
+            refused = jax_compat.has_side_effects(op.equation)
+            result = None if refused else apply_rule(graph, op, operands, count, groups=groups)
             if result is None:
                 return BlockedBody(op, operands, region, tuple(input_states))
             results, rule_results[op.index] = result.results, result
@@ -409,7 +410,30 @@ def _join_all(states: Sequence[State]) -> State | None:
     return joined
 
 
-_REGION_RULES: Mapping[str, Any] = {"scan": _scan, "while": _while, "cond": _cond}
+# shard_map
+
+
+def _manual(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> RuleResult | None:
+    """A `shard_map`, if its body runs on blocks of the shards."""
+    body = _manual_body(op, states, count)
+    if not isinstance(body, BlockBody):
+        return None
+    call = manual.call_of(op)
+    specs = zip(body.output_states, call.results, strict=True)
+    return RuleResult(tuple(manual_blocks.of_whole(state, spec, call.mesh) for state, spec in specs), body=body)
+
+
+def _manual_body(op: Op, states: Sequence[State], count: int) -> BlockBody | BlockedBody | None:
+    """The body on blocks of the shards; None if the blocks are not blocks of shards, or what it sends is not known."""
+    call = manual.call_of(op)
+    local = [manual_blocks.of_shards(s, spec, call.mesh) for s, spec in zip(states, call.operands, strict=True)]
+    entered = [s for s in local if s is not None]
+    if len(entered) < len(local) or manual_blocks.unknown(call.body) is not None:
+        return None
+    return analyse_region(call.body, manual_blocks.region_of(call.body), entered, count)
+
+
+_REGION_RULES: Mapping[str, Any] = {"scan": _scan, "while": _while, "cond": _cond, manual.MANUAL: _manual}
 
 
 # Refusals
@@ -468,13 +492,25 @@ def blocking_op(graph: Graph, op: Op, states: tuple[State, ...], count: int) -> 
         return Blocking(
             op, "its iterations go through the examples in order, and read what those before them leave in the carry"
         )
-    if op.name == MANUAL:
-        return Blocking(
-            op, "the shapes in its body are those of the whole batch; leave out num_microbatches and stages"
-        )
+    if op.name == manual.MANUAL:
+        return Blocking(op, _why_manual_is_blocked(op, states, count))
     explained = op.name == "pallas_call" and not all(isinstance(s, Invariant) for s in states)
     operands = Operands(op, shapes(graph, op.inputs), shapes(graph, op.outputs), states, count)
     return Blocking(op, kernels.refusal(operands) if explained else "")
+
+
+def _why_manual_is_blocked(op: Op, states: tuple[State, ...], count: int) -> str:
+    """Why a `shard_map` does not run on blocks, with the operation of its body."""
+    call, body = manual.call_of(op), _manual_body(op, states, count)
+    if isinstance(body, BlockedBody):
+        at = f" at {body.op.source}" if body.op.source else ""
+        total = any(isinstance(s, Partial) for s in body.states)
+        return f"{body.op.name}{at} in its body {'reads a total over the batch' if total else 'combines examples'}"
+    if (unknown := manual_blocks.unknown(call.body)) is not None:
+        return f"{unknown.name} at {unknown.source} in its body is not known on a part of the batch"
+    pairs = zip(states, call.operands, strict=True)
+    operand, spec = next((i, p) for i, (s, p) in enumerate(pairs) if manual_blocks.of_shards(s, p, call.mesh) is None)
+    return f"{spec} of operand {operand} gives devices pieces that do not divide into {count} microbatches"
 
 
 def _reads_total(graph: Graph, op: Op, inner: BlockedBody, count: int) -> str:

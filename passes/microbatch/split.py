@@ -23,7 +23,9 @@ from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.grouped import Groups, find_groups
 from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.regions import FlattenedOps, flatten
+from autopar.passes.microbatch.rules import manual_blocks
 from autopar.passes.microbatch.states import Partial, Split
+from autopar.rules import manual
 
 #: Least share of the FLOPs that has to run in loops; a split with less is refused.
 MIN_LOOP_SHARE = 0.99
@@ -129,8 +131,9 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
 
     First the pieces of the batch that devices have, then the rows into which the step reshapes its batch or what it
     computes of it, such as groups of examples that share a statistic. Then the pieces of which it takes some, such as
-    halves, then 1: blocks of consecutive examples. With 1 every device's examples are in one microbatch, so that
-    examples move between devices; but a step may need that, such as one that sorts the tokens of neighbouring examples.
+    halves, and the shards of its `shard_map`s, then 1: blocks of consecutive examples. With 1 every device's examples
+    are in one microbatch, so that examples move between devices; but a step may need that, such as one that sorts the
+    tokens of neighbouring examples.
     """
     extents = {graph.types[v].shape[0] for v in leaves}
     by_shard = shards if all(extent % (shards * count) == 0 for extent in extents) else 1
@@ -143,6 +146,7 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
         and not extents.isdisjoint(graph.type_of(op.inputs[0]).shape[:1])
     )
     rows.update(dict.fromkeys(n for op in flat.ops for n in _pieces_taken(graph, op, extents)))
+    rows.update(dict.fromkeys(n for op in manual.calls(graph) for n in _shards(graph, op, extents)))
     yield from (n for n in rows if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
     if by_shard > 1:
         yield 1
@@ -154,6 +158,14 @@ def _pieces_taken(graph: Graph, op: Op, extents: Set[int]) -> Iterator[int]:
     if shape and shape[0] in extents:
         start = op.params["start_indices"][0] if op.name == "slice" else 0
         yield shape[0] // (math.gcd(shape[0], start, *(graph.types[v].shape[0] for v in op.outputs)) or 1)
+
+
+def _shards(graph: Graph, op: Op, extents: Set[int]) -> Iterator[int]:
+    """The numbers of shards into which a `shard_map` cuts as many rows as the batch has."""
+    call = manual.call_of(op)
+    for atom, spec in zip(op.inputs, call.operands, strict=True):
+        if not extents.isdisjoint(graph.type_of(atom).shape[:1]):
+            yield manual_blocks.pieces(spec, 0, call.mesh)
 
 
 def _refusal(best: Microbatches, per_microbatch: Sequence[str], helps: Callable[..., bool]) -> str:

@@ -146,7 +146,8 @@ def mapped_over(shape: tuple[int, ...], names: tuple[str, ...], spec: Any) -> An
 
 def maps_its_batch(w: jax.Array, x: jax.Array) -> Any:
     mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    centred = lambda x, w: x @ w - (x @ w).mean(0)  # noqa: E731
+    mapped = jax.shard_map(centred, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     return w - jax.grad(lambda w: (mapped(x, w) ** 2).sum())(w), x.sum()
 
 

@@ -117,7 +117,7 @@ FUNCTIONS: Mistakes = (
         "shard_map in microbatches",
         lambda: planned(maps_its_batch, num_microbatches=2),
         MicrobatchError,
-        rf".* shard_map at {LINE} does not run on a part of the batch: the shapes in its body are those .*",
+        rf".* shard_map at {LINE} does not run on a part of the batch: sub at {LINE} in its body reads a total .*",
     ),
     (
         "shard_map over another mesh",

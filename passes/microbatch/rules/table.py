@@ -24,7 +24,7 @@ from functools import partial
 
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import ADDITIONS, ATTENTION, ELEMENTWISE, LINEAR_UNARY, RARE_ELEMENTWISE, WINDOW_REDUCTIONS
-from autopar.passes.microbatch.rules import blockwise, kernels
+from autopar.passes.microbatch.rules import blockwise, collectives, kernels
 from autopar.passes.microbatch.rules.gather import fill_combines_to_itself, gather, scatter
 from autopar.passes.microbatch.rules.types import (
     ANY,
@@ -55,7 +55,7 @@ from autopar.passes.microbatch.states import (
 
 def apply_table(operands: Operands) -> RuleResult | None:
     """How the operation runs on blocks by the rules of its primitive; None if it cannot in these states."""
-    entry = RULES.get(operands.op.name)
+    entry = RULES.get(operands.op.name) or COLLECTIVES.get(operands.op.name)
     if entry is None:
         return None
     if entry.identity:
@@ -231,4 +231,17 @@ RULES: Mapping[str, OpRules] = {
     "random_fold_in": OpRules(blockwise.fold_in),
     # kernels: along the axes of their grid whose runs are independent, as derived from it
     "pallas_call": OpRules(kernels.kernel),
+}
+
+#: Collectives in the body of a `shard_map`, on blocks of the shards.
+COLLECTIVES: Mapping[str, OpRules] = {
+    **dict.fromkeys(
+        _names_in("psum psum_invariant ppermute"),
+        OpRules(collectives.same_positions, partial_operands=_linear_in("p*")),
+    ),
+    "pmax": OpRules(collectives.same_positions, partial_operands=_keeps_kind("max", ORDERED, "p*")),
+    "pmin": OpRules(collectives.same_positions, partial_operands=_keeps_kind("min", ORDERED, "p*")),
+    "all_gather": OpRules(collectives.all_gather, partial_operands=_moves_elements("p")),
+    "reduce_scatter": OpRules(collectives.reduce_scatter, partial_operands=_linear_in("p")),
+    "all_to_all": OpRules(collectives.all_to_all, partial_operands=_moves_elements("p")),
 }
