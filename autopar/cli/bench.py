@@ -425,7 +425,7 @@ def bench_published(
 
     if steps is not None:
         rows = fused.run(() if steps == "all" else words(steps, ()), say)
-        report(as_json, {"rows": rows}, lambda: fused.table(rows))
+        report(as_json, {"order": fused.figures(rows), "rows": rows}, lambda: fused.table(rows))
         return
     result = published.run()
     report(as_json, result, lambda: published.table(result))

@@ -20,7 +20,8 @@ def row_of(name: str) -> fused.Published:
 
 @pytest.mark.parametrize("row", fused.ROWS, ids=lambda row: row.name)
 def test_models_have_the_parameters_of_their_names(row: fused.Published) -> None:
-    billions = float(row.name.split()[0].split("-")[1].removesuffix("b"))
+    name = row.name.split()[0].partition("-")[2]
+    billions = 71.85 if name == "405b-21l" else float(name.removesuffix("b"))  # 21 of 126 layers
     assert fused.model_of(row).parameters() / 1e9 == pytest.approx(billions, rel=0.02)
 
 
@@ -29,6 +30,14 @@ def test_the_batch_divides_over_microbatches_and_devices(row: fused.Published) -
     replicas = [n for axis, n in row.axes.items() if axis in ("data", "fsdp")]
     for parts in (row.microbatches, *replicas):
         assert row.config.batch % parts == 0
+
+
+@pytest.mark.parametrize("row", fused.ROWS, ids=lambda row: row.name)
+def test_a_microbatch_of_a_pipeline_divides_over_its_replicas(row: fused.Published) -> None:
+    if row.stages > 1:
+        assert row.axes["pipe"] == row.stages
+        assert row.config.batch == row.microbatches * row.axes["data"]
+        assert row.microbatches % row.stages == 0  # as interleaved-1f1b wants
 
 
 def small(name: str, **sizes: Any) -> Plan:
@@ -78,13 +87,44 @@ def test_the_plan_of_maxtext_scatters_what_blocks_add_and_gathers_no_hidden_laye
     assert sum(c.kind == "all-gather" for c in large) == 6
 
 
-def test_pairs_without_an_order_are_left_out() -> None:
-    def row(cluster: str, measured: float, predicted: float) -> fused.Row:
-        return {"cluster": cluster, "measured_s": measured, "predicted_s": predicted}
+def measured(name: str, cluster: str, measured_s: float, predicted_s: float) -> fused.Row:
+    return {
+        "name": name,
+        "cluster": cluster,
+        "attention": "cudnn",
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
+        "ratio": predicted_s / measured_s,
+        "once_ratio": None,
+        "mfu": 0.5,
+        "kinds": {},
+        "peak_bytes": 1,
+        "differs": ("dropout",),
+        "missing": ("overlap",),
+    }
 
-    rows = [row("a", 1.0, 1.0), row("a", 1.001, 0.9), row("a", 2.0, 3.0), row("a", 3.0, 2.0), row("b", 9.0, 0.1)]
-    assert fused.order(rows, "a") == (4, 5)  # 1.0 and 1.001 have none, 2.0 and 3.0 the other one
-    assert fused.order(rows, "b") == (0, 0)
+
+ORDERED = (
+    *(measured("a", "first", 1.0, 1.0), measured("b", "first", 1.001, 0.9)),  # of these two none is faster
+    *(measured("c", "first", 2.0, 3.0), measured("d", "first", 3.0, 2.0), measured("e", "second", 9.0, 0.1)),
+)
+
+
+def test_pairs_without_an_order_are_left_out() -> None:
+    assert len(fused.ordered_pairs(ORDERED, "first")) == 5
+    assert [(a["name"], b["name"]) for a, b in fused.wrong_pairs(ORDERED, "first")] == [("c", "d")]
+    assert fused.ordered_pairs(ORDERED, "second") == []
+
+
+def test_the_table_says_which_pairs_are_in_the_other_order_and_why_predictions_differ() -> None:
+    lines = fused.table(ORDERED).splitlines()
+    at = lines.index("first: 4 of 5 pairs in order; Spearman's correlation 0.60")
+    assert lines[at + 1 : at + 4] == [
+        "  in the other order: c (2 s, predicted 3 s) and d (3 s, predicted 2 s)",
+        "  entered otherwise: dropout",
+        "  not in the price: overlap",
+    ]
+    assert fused.figures(ORDERED)["first"]["spearman"] == pytest.approx(0.6)
 
 
 def test_a_step_that_was_not_published_is_refused_with_those_that_were() -> None:

@@ -1,18 +1,19 @@
 """Published steps with fused attention: the plan as published as pins, its predicted step beside the measured one.
 
-    llama3.1-8b     NVIDIA DGX Cloud benchmark recipes v25.02 (NeMo), H100: data parallel, the sequence in two parts
-                    (context parallelism), optimizer state over all devices (ZeRO-1), 32 microbatches, cuDNN's attention
+    llama3.1        NVIDIA DGX Cloud benchmark recipes v25.02 (NeMo), H100: data parallel, the sequence in two parts
+                    (context parallelism), optimizer state over both axes (ZeRO-1), cuDNN's attention; 70B and 405B in
+                    stages, heads and hidden layer over a third axis, what blocks add over all but the first
     maxtext         MaxText, configs/v5p/README.md of December 2023, TPU v5p: parameters over one axis (FSDP), heads and
                     hidden layer over another, activations between products over both, Pallas attention, products kept
                     for the backward pass or nothing
 
-What is predicted otherwise than it was run, for every row of a kind, is in `Kind.differs`. Gradients are one such: here
-they are reduced in every microbatch, in NeMo once per step. So rows with microbatches have a second prediction, "at
-once", of the whole batch in one.
+What is predicted otherwise than it was run, for every row of a kind, is in `Kind.differs`; what the prediction leaves
+out, in `Kind.missing`. Rows with microbatches on one mesh have a second prediction, "at once", of the whole batch in
+one: it is without the traffic of adding up gradients.
 
     ratio     predicted / measured
     order     of all pairs of rows on the same hardware whose measured steps differ by more than `TIE`, those whose
-              predicted steps differ in the same direction
+              predicted steps differ in the same direction; the other pairs are printed
 
 Sources: https://github.com/NVIDIA/dgxc-benchmarking (v25.02), https://github.com/AI-Hypercomputer/maxtext (76bd53b0f).
 MaxText's steps are computed from the TFLOP/s that it prints, which count 6 N per token and causal attention.
@@ -62,21 +63,43 @@ class Kind:
         cluster: the preset.
         attention: as published.
         differs: what is entered otherwise than it was run.
+        missing: what the prediction leaves out, or assumes.
     """
 
     cluster: str
     attention: str
-    differs: str
+    differs: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "llama3.1-8b": Kind(
+        "llama3.1": Kind(
             "dgx-h100",
             "cudnn",
-            "attention is cut by heads, in NeMo by positions; gradients are added up in float32",
+            (
+                "attention is cut by heads, in NeMo by positions",
+                "gradients are added up and reduced in float32, in NeMo reduced in bfloat16",
+                "two stages on each submesh, in NeMo five (70B) or seven (405B)",
+            ),
+            (
+                "70% of the peak is assumed for products and attention; compute is most of these steps",
+                "no collective along the axis tensor overlaps with computation, as some do in NeMo",
+            ),
         ),
-        "maxtext": Kind("tpu-v5p", "splash", "silu for relu, splash for flash attention"),
+        "maxtext": Kind(
+            "tpu-v5p",
+            "splash",
+            (
+                "silu for relu, splash for flash attention",
+                "512b and 1024b: where backward passes compute layers again, the planner chooses layouts",
+            ),
+            (
+                "no collective along the axis tensor overlaps with computation",
+                "between slices bytes alone are priced: slices of 256 chips and more measured 2 to 18 times that",
+                "1024b on twice the chips measured 15% less time, with the same work on each chip",
+            ),
+        ),
     }
 )
 
@@ -89,7 +112,7 @@ class Published:
         name: for the table.
         kind: of `KINDS`.
         config: the model, with its attention.
-        axes: the mesh.
+        axes: the mesh; the first axis is that of the stages, if there are several.
         step_s: as measured.
         microbatches: per step.
         remat: what the backward pass computes again.
@@ -104,12 +127,27 @@ class Published:
     microbatches: int = 1
     remat: Literal["none", "dots", "full"] = "none"
     slices: int = 1
+    stages: int = 1
 
 
-def _llama(devices: int, step_s: float) -> Published:
-    config = llama3.Config(32, 4096, 32, 8, 14336, batch=16 * devices, master=True, attention="cudnn", precision=MIXED)
-    axes = {"data": devices // 2, "context": 2}
-    return Published(f"llama3.1-8b 1x{devices}", "llama3.1-8b", config, axes, step_s, microbatches=32)
+_LLAMA = MappingProxyType(
+    {  # layers, width, heads, heads of keys, hidden layer
+        "8b": (32, 4096, 32, 8, 14336),
+        "70b": (80, 8192, 64, 8, 28672),
+        "405b": (126, 16384, 128, 16, 53248),
+        "405b-21l": (21, 16384, 128, 16, 53248),
+    }
+)
+
+
+def _llama(name: str, data: int, microbatches: int, step_s: float, tensor: int = 1, stages: int = 1) -> Published:
+    batch = data * microbatches
+    config = llama3.Config(*_LLAMA[name], batch=batch, master=True, attention="cudnn", precision=MIXED)
+    axes = {"data": data, "context": 2}
+    if stages > 1:
+        axes = {"pipe": stages, **axes, "tensor": tensor}
+    title = f"llama3.1-{name} 1x{math.prod(axes.values())}"
+    return Published(title, "llama3.1", config, axes, step_s, microbatches, stages=stages)
 
 
 _MAXTEXT = MappingProxyType(
@@ -145,9 +183,15 @@ def _maxtext(name: str, fsdp: int, tensor: int, step_s: float, slices: int = 1) 
 
 
 ROWS: tuple[Published, ...] = (
-    _llama(8, 12.78),
-    _llama(16, 12.99),
-    _llama(32, 13.0),
+    _llama("8b", 4, 32, 12.78),
+    _llama("8b", 8, 32, 12.99),
+    _llama("8b", 16, 32, 13.0),
+    _llama("70b", 4, 64, 14.7, 4, 4),
+    _llama("70b", 8, 64, 14.72, 4, 4),
+    _llama("70b", 16, 64, 14.8, 4, 4),
+    _llama("70b", 64, 64, 14.84, 4, 4),
+    _llama("405b", 16, 63, 17.7, 8, 9),
+    _llama("405b-21l", 2, 63, 8.87, 8, 3),
     _maxtext("32b", 16, 4, 9.9157),
     _maxtext("32b", 16, 4, 10.195, 2),
     _maxtext("64b", 16, 4, 10.018),
@@ -173,11 +217,24 @@ def model_of(row: Published) -> Model:
 
 
 def _pins_of_llama(row: Published, model: Model) -> Mapping[str, Any]:
-    """ZeRO-1 over all devices, examples over the first axis and positions over the second."""
-    given = Pins({"zero1": PartitionSpec(tuple(row.axes))})
-    pins = given.expand(model.step, *model.abstract_args(), mesh=dict(row.axes))
-    entered = PartitionSpec(*row.axes)
-    return {key: entered if key.startswith(("batch/", "products")) else spec for key, spec in pins.items()}
+    """ZeRO-1 over data and positions; in stages Megatron's layouts too, and what a block adds by positions alone."""
+    inner = {axis: size for axis, size in row.axes.items() if axis != "pipe"}
+    given = Pins({"zero1": PartitionSpec("data")})
+    given |= {"megatron": PartitionSpec("tensor")} if "tensor" in inner else {}
+    pins = given.expand(model.step, *model.abstract_args(), mesh=inner)
+    sums, open_dim = f",{row.config.seq},{row.config.width}]", PartitionSpec.UNCONSTRAINED
+
+    def entered(key: str, spec: PartitionSpec) -> PartitionSpec:
+        if key.startswith("batch/"):
+            return PartitionSpec("data", "context")
+        if not key.startswith("products"):
+            return PartitionSpec(*(("data", "context") if entry == "data" else entry for entry in spec))
+        scattered = "tensor" in inner and key.endswith(sums)
+        return PartitionSpec("data", open_dim) if scattered else PartitionSpec("data", "context", *spec[2:])
+
+    added = PartitionSpec("data", ("context", "tensor"))
+    lines = _block_sums(row, model) if "tensor" in inner else ()
+    return {**{key: entered(key, spec) for key, spec in pins.items()}, **{f"activations at {x}": added for x in lines}}
 
 
 def _pins_of_maxtext(row: Published, model: Model) -> Mapping[str, Any]:
@@ -210,7 +267,7 @@ def _block_sums(row: Published, model: Model) -> list[str]:
 
 
 _PINS: Mapping[str, Callable[[Published, Model], Mapping[str, Any]]] = MappingProxyType(
-    {"llama3.1-8b": _pins_of_llama, "maxtext": _pins_of_maxtext}
+    {"llama3.1": _pins_of_llama, "maxtext": _pins_of_maxtext}
 )
 
 
@@ -225,7 +282,8 @@ def planned(row: Published, most_memory: float = MOST_MEMORY) -> Plan:
             cluster=cluster,
             pins=_PINS[row.kind](row, model),
             num_microbatches=row.microbatches,
-            stages=1,
+            stages=row.stages,
+            schedule="interleaved-1f1b" if row.stages > 1 else "auto",
             remat=row.remat,
             memory_budget=round(most_memory * cluster.device.memory_bytes),
         )
@@ -258,7 +316,8 @@ def compared(row: Published) -> Row:
     begin = time.perf_counter()
     plan = planned(row)
     took = time.perf_counter() - begin
-    once = planned(replace(row, microbatches=1), MOST_MEMORY_AT_ONCE).step_time_s if row.microbatches > 1 else None
+    at_once = row.microbatches > 1 and row.stages == 1
+    once = planned(replace(row, microbatches=1), MOST_MEMORY_AT_ONCE).step_time_s if at_once else None
     return {
         "name": row.name,
         "cluster": KINDS[row.kind].cluster,
@@ -275,22 +334,45 @@ def compared(row: Published) -> Row:
         "peak_bytes": plan.peak_memory_bytes,
         "planning_s": took,
         "differs": KINDS[row.kind].differs,
+        "missing": KINDS[row.kind].missing,
     }
 
 
-def order(rows: Sequence[Row], cluster: str) -> tuple[int, int]:
-    """Of the pairs of rows on a cluster that have an order, how many have the predicted one; and how many there are."""
-    pairs = [
-        (a, b)
-        for a, b in itertools.combinations([row for row in rows if row["cluster"] == cluster], 2)
-        if abs(math.log(a["measured_s"] / b["measured_s"])) > TIE
-    ]
-    same = [(a["measured_s"] < b["measured_s"]) == (a["predicted_s"] < b["predicted_s"]) for a, b in pairs]
-    return sum(same), len(same)
+def ordered_pairs(rows: Sequence[Row], cluster: str) -> list[tuple[Row, Row]]:
+    """The pairs of rows on a cluster whose measured steps differ by more than `TIE`, the faster one first."""
+    here = sorted((row for row in rows if row["cluster"] == cluster), key=lambda row: row["measured_s"])
+    return [(a, b) for a, b in itertools.combinations(here, 2) if math.log(b["measured_s"] / a["measured_s"]) > TIE]
+
+
+def wrong_pairs(rows: Sequence[Row], cluster: str) -> list[tuple[Row, Row]]:
+    """Those of them that are predicted in the other order."""
+    return [(a, b) for a, b in ordered_pairs(rows, cluster) if a["predicted_s"] >= b["predicted_s"]]
+
+
+def rank_correlation(rows: Sequence[Row], cluster: str) -> float:
+    """Spearman's, of predicted and measured steps on a cluster; NaN with fewer than two."""
+    from scipy.stats import spearmanr
+
+    here = [row for row in rows if row["cluster"] == cluster]
+    if len(here) < 2:
+        return math.nan
+    return float(spearmanr([row["predicted_s"] for row in here], [row["measured_s"] for row in here])[0])  # type: ignore[arg-type]
+
+
+def figures(rows: Sequence[Row]) -> Row:
+    """Per cluster: pairs that have an order, those predicted in the other one by name, and Spearman's correlation."""
+    return {
+        cluster: {
+            "pairs": len(ordered_pairs(rows, cluster)),
+            "wrong": [(a["name"], b["name"]) for a, b in wrong_pairs(rows, cluster)],
+            "spearman": rank_correlation(rows, cluster),
+        }
+        for cluster in dict.fromkeys(row["cluster"] for row in rows)
+    }
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows, their order on each cluster, and what is predicted otherwise than it was run."""
+    """Rows, their order on each cluster, and why predictions differ."""
     heads = ("attention", "measured", "predicted", "ratio", "at once", "compute", "communication", "MFU", "peak")
     body = [
         (
@@ -302,7 +384,19 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     lines = [grid("published steps", ("", *heads), body)]
-    for cluster in dict.fromkeys(row["cluster"] for row in rows):
-        right, count = order(rows, cluster)
-        lines.append(f"{cluster}: {right} of {count} pairs in order")
-    return "\n".join([*lines, *dict.fromkeys(f"{row['cluster']}: {row['differs']}" for row in rows)])
+    for cluster, counts in figures(rows).items():
+        right = counts["pairs"] - len(counts["wrong"])
+        lines.append(
+            f"{cluster}: {right} of {counts['pairs']} pairs in order; Spearman's correlation {counts['spearman']:.2f}"
+        )
+        lines.extend(f"  in the other order: {_pair(a)} and {_pair(b)}" for a, b in wrong_pairs(rows, cluster))
+        here = [row for row in rows if row["cluster"] == cluster]
+        lines.extend(
+            f"  entered otherwise: {text}" for text in dict.fromkeys(x for row in here for x in row["differs"])
+        )
+        lines.extend(f"  not in the price: {text}" for text in dict.fromkeys(x for row in here for x in row["missing"]))
+    return "\n".join(lines)
+
+
+def _pair(row: Row) -> str:
+    return f"{row['name']} ({seconds(row['measured_s'])}, predicted {seconds(row['predicted_s'])})"
