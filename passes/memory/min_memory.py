@@ -4,7 +4,7 @@
 
     plans    from the problem with costs of bytes plus a tiny weight on seconds, with equal strategies for equal layers.
              Where bytes do not decide, the fast strategy stays. Program points that are not rows yet would otherwise
-             grow unnoticed                                                               -> _State.with_equal_layers
+             grow unnoticed. Each plan adds the rows of its highest peaks                 -> _State.with_equal_layers
     bound    from the problem without seconds, in symmetry classes that respect the rows with a positive multiplier
                                                                                                     -> _State.bound
     ilp      if plan and bound differ and the problem is small                                      -> _State.by_ilp
@@ -138,10 +138,10 @@ class _State:
                 names.add(row.name)
                 self.rows.append(row)
 
-    def submit(self, plan: Ints) -> None:
-        """Evaluate a feasible plan on all rows, and add the row of its peak."""
+    def submit(self, plan: Ints, lower: float = 0.0) -> None:
+        """Evaluate a feasible plan on all rows, and add the rows of its highest peaks above `lower` (bytes)."""
         peak, row = self.source.peak(plan)
-        self.add_rows([row])
+        self.add_rows([row, *self.source.over(plan, lower)])
         self.seeds.append(plan)
         if peak < self.peak:
             self.plan, self.peak = plan, peak
@@ -166,7 +166,7 @@ class _State:
         pool.add(plan for plan in map(presolved.project, self.seeds) if plan is not None)
         dual = self._ascend(presolved, pool)
         for i in _by_peak(pool)[:1].tolist():
-            self.submit(presolved.lift(pool.plans[i]))
+            self.submit(presolved.lift(pool.plans[i]), dual.lower)
         return dual.multipliers
 
     def bound(self, multipliers: Floats) -> float:

@@ -138,6 +138,21 @@ def test_the_least_peak_equals_brute_force(problem: Problem, seed: int, points: 
     assert least_peak.seconds == pytest.approx(problem.value(least_peak.assignment), abs=1e-12)
 
 
+def towers(count: int) -> tuple[Problem, Points]:
+    """Unequal decisions, each of which fills a program point of its own unless it is dear."""
+    problem = Problem(tuple(node(f"n{i}", 0.001, 0.002 + 0.001 * i) for i in range(count)), ())
+    rows = [Row(f"point {i}", 0.0, {i: np.array([10.0 + i, 1.0])}, {}) for i in range(count)]
+    return problem, Points(problem, rows)
+
+
+def test_each_round_adds_several_of_the_highest_peaks() -> None:
+    """A row each round would take 30 rounds."""
+    problem, source = towers(30)
+    effort = replace(LEAST_MEMORY, rounds=10)
+    least = least_memory(problem, source, seeds=[np.zeros(30, np.int64)], effort=effort, exact=False)
+    assert least.peak_bytes == 1.0
+
+
 def test_a_changed_row_is_seen() -> None:
     """One byte more where the best plan peaks, and it no longer fits: the row decides, not the nodes' costs."""
     problem = random_problem(11, 6, 14)
