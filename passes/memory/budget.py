@@ -3,8 +3,9 @@
     minimise  seconds(x)     subject to  bytes_r(x) <= budget  at every program point r         -> optimize_within
 
     free     the optimum without memory rows; if it fits, the search ends             -> solver.optimize.optimize
-    least    otherwise a plan that fits, if there is one                              -> _least, min_memory.least_memory
     search   dual ascent, local search and path relinking                             -> search.search
+    least    where that finds no plan that fits, the plan with the least peak, from which the search begins again
+                                                                                      -> _least, min_memory.least_memory
     ilp      the ILP without symmetry reduction, if the problem is small and the gap above the target
                                                                                       -> _small, _closed_by_ilp
 
@@ -116,6 +117,7 @@ def optimize_within(
     free: Solution | None = None,
     cutoff: float = np.inf,
     least: bool = True,
+    refutes: bool = False,
     patience: float = FITTING,
     ceiling: float = np.inf,
     seeds: Sequence[Ints] = (),
@@ -137,6 +139,7 @@ def optimize_within(
         free: the solution without a budget, if it is known already.
         cutoff: s; plans that take as long are rejected, and the search ends once none below it can exist.
         least: whether the search below `cutoff` goes on after a short one, if need be with the least peak.
+        refutes: a proof that no plan fits ends the search; otherwise the least peak is sought for `Infeasible`.
         patience: s; while no plan that fits is known, the search may take so long, whatever the time limit.
         ceiling: s; with solver "auto", plans are sought first among those that take less.
         seeds: plans that may fit.
@@ -170,14 +173,20 @@ def optimize_within(
         return _forced(state, free, solver, begin)
     if not least:
         state.effort = replace(state.effort, relaxations=effort.relaxations)
-    _search_twice(state, free, cutoff, ceiling, least, effort)
+    _search_twice(state, free, cutoff, ceiling, least, refutes, effort)
     # The ILP knows no cutoff: a search that others may still beat is not worth its time.
     exact = not np.isfinite(cutoff) and _small(free, effort)
     return _closed_by_ilp(state, free, begin, effort) if exact else _found(state, free, begin)
 
 
 def _search_twice(
-    state: SearchState, free: Solution, cutoff: float, ceiling: float, least: bool, effort: BudgetEffort
+    state: SearchState,
+    free: Solution,
+    cutoff: float,
+    ceiling: float,
+    least: bool,
+    refutes: bool,
+    effort: BudgetEffort,
 ) -> None:
     """Search for a plan below `cutoff` (s), and again from the plan with the least peak if the first search has none.
 
@@ -193,7 +202,7 @@ def _search_twice(
         raise Pruned(state.lower)
     # A bound at the cutoff proves that no plan below it fits, and the least peak need not be known.
     if state.plan is None and state.lower < cutoff:
-        smallest_plan = _least(state, free)
+        smallest_plan = _least(state, free, refutes)
         state.add_rows(smallest_plan.rows)
         if smallest_plan.peak_bytes > state.budget and not np.isfinite(cutoff):
             raise Infeasible(smallest_plan)
@@ -207,12 +216,12 @@ def _search_twice(
 
 
 def _search_below(state: SearchState, limit: float) -> None:
-    """Search without a plan that fits, for plans below `limit` (s), if that is finite.
+    """Search without a plan that fits, for plans below `limit` (s), which may be inf.
 
-    If every plan that fits takes longer, the dual bound alone mostly proves it, and the search for the least peak is
-    saved.
+    The search for the least peak is saved if it finds one, and mostly if every plan that fits takes longer, which the
+    dual bound proves.
     """
-    if np.isfinite(limit) and not _is_hopeless(state):
+    if not _is_hopeless(state):
         state.seconds = limit  # an incumbent without a plan
         search(state)
         if state.plan is None:
@@ -231,14 +240,15 @@ def _closed_by_ilp(state: SearchState, free: Solution, begin: float, effort: Bud
     return _solution(free, state, _status(state) if state.gap <= CLOSED else status, used, rows, begin)
 
 
-def _least(state: SearchState, free: Solution) -> LeastMemory:
+def _least(state: SearchState, free: Solution, refutes: bool = False) -> LeastMemory:
     """A plan that fits if one is found, else the plan with the least peak that is found.
 
     Budgets differ in where this search ends but not in its steps, so a peak that `Infeasible` reports is a budget
     that can be planned.
     """
     seeds = [free.assignment]
-    return least_memory(state.problem, state.source, seeds=seeds, deadline=state.until, asked=state.budget)
+    until, budget = state.until, state.budget
+    return least_memory(state.problem, state.source, seeds=seeds, deadline=until, asked=budget, refutes=refutes)
 
 
 def _is_hopeless(state: SearchState) -> bool:

@@ -80,6 +80,7 @@ def least_memory(
     deadline: float = np.inf,
     exact: bool = True,
     asked: float | None = None,
+    refutes: bool = False,
     effort: LeastMemoryEffort = LEAST_MEMORY,
 ) -> LeastMemory:
     """The plan with the least peak, and a certified lower bound on the peak of every plan.
@@ -93,6 +94,7 @@ def least_memory(
         exact: let the ILP close the gap of small problems.
         asked: bytes; a plan with a peak of at most this ends the search without a bound. A bound above it ends the
             search before the ILP, except on tiny problems.
+        refutes: a bound above `asked` ends the search as soon as it is found, whatever the least peak so far.
         effort: limits of the search.
 
     Raises:
@@ -102,15 +104,21 @@ def least_memory(
     state.add_rows([*rows, *source.rows()])
     for plan in seeds or [optimize(problem).assignment]:
         state.submit(plan)
-    multipliers = np.zeros(0)
+    limit = asked if refutes and asked is not None else np.inf
+    dual, lower, highest = Dual(-np.inf, np.zeros(0)), -np.inf, limit
     for _ in range(effort.rounds):
         rows_before = len(state.rows)
-        multipliers = state.with_equal_layers()
+        dual = state.with_equal_layers()
         if state.suffices(asked) or len(state.rows) == rows_before or time.monotonic() > deadline:
             break
+        # the bound on all plans is mostly a little below that on plans with equal strategies for equal layers
+        if dual.lower > highest:
+            highest, lower = dual.lower, max(lower, state.bound(dual.multipliers))
+        if lower > limit:
+            return state.result(min(lower, state.peak))
     if state.suffices(asked):
         return state.result(-np.inf)
-    lower = state.bound(multipliers)
+    lower = max(lower, state.bound(dual.multipliers))
     most = effort.small if asked is None or lower <= asked else effort.tiny
     if exact and state.peak > lower * (1 + CLOSED) and problem.variables <= most:
         lower = max(lower, state.by_ilp())
@@ -155,19 +163,15 @@ class _State:
         assert self.plan is not None
         return LeastMemory(self.plan, self.problem.value(self.plan), self.peak, lower, tuple(self.rows))
 
-    def with_equal_layers(self) -> Floats:
-        """Submit a plan of small peak with equal strategies for equal layers.
-
-        Returns:
-            The multipliers of the rows, shape (R,).
-        """
+    def with_equal_layers(self) -> Dual:
+        """Submit a plan of small peak with equal strategies for equal layers; returns the bound on such plans."""
         presolved = presolve(_scaled(self.problem, self._light()), self.rows, "tie")
         pool = Pool(presolved.constrained)
         pool.add(plan for plan in map(presolved.project, self.seeds) if plan is not None)
         dual = self._ascend(presolved, pool)
         for i in _by_peak(pool)[:1].tolist():
             self.submit(presolved.lift(pool.plans[i]), dual.lower)
-        return dual.multipliers
+        return dual
 
     def bound(self, multipliers: Floats) -> float:
         """A lower bound (bytes) on the peak of every plan, from the rows with a positive multiplier."""

@@ -197,7 +197,7 @@ def _within_device(
     lower_bound = smallest_bytes(row)
     if lower_bound <= usable:
         try:
-            return _within(problem, source, usable, options, unconstrained, cutoff)
+            return _within(problem, source, usable, options, unconstrained, cutoff, refutes=True)
         except Infeasible as infeasible:
             lower_bound = infeasible.least.lower_bytes
     warning = (
@@ -208,12 +208,21 @@ def _within_device(
 
 
 def _within(
-    problem: Problem, source: Liveness, budget: float, options: SolverOptions, unconstrained: Solution, cutoff: float
+    problem: Problem,
+    source: Liveness,
+    budget: float,
+    options: SolverOptions,
+    unconstrained: Solution,
+    cutoff: float,
+    *,
+    refutes: bool = False,
 ) -> Solution:
     """The fastest plan within the budget (bytes). With a cutoff a plan that fits is known, and no time is added."""
     patience = 0.0 if math.isfinite(cutoff) else options.patience
     keywords = options.keywords()
-    return optimize_within(problem, source, budget, free=unconstrained, cutoff=cutoff, patience=patience, **keywords)
+    return optimize_within(
+        problem, source, budget, free=unconstrained, cutoff=cutoff, refutes=refutes, patience=patience, **keywords
+    )
 
 
 def smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:

@@ -18,8 +18,9 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
+from autopar.passes.memory import budget as budgets
 from autopar.passes.memory.budget import BudgetedSolution, Infeasible, optimize_within
-from autopar.passes.memory.min_memory import LEAST_MEMORY, least_memory
+from autopar.passes.memory.min_memory import LEAST_MEMORY, LeastMemory, least_memory
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.solver import backends as solvers
 from autopar.rules import rules_of
@@ -138,11 +139,38 @@ def test_the_least_peak_equals_brute_force(problem: Problem, seed: int, points: 
     assert least_peak.seconds == pytest.approx(problem.value(least_peak.assignment), abs=1e-12)
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 5), share=st.floats(0, 1))
+def test_a_proof_that_no_plan_fits_replaces_the_least_peak(
+    problem: Problem, seed: int, points: int, share: float
+) -> None:
+    source = random_points(problem, seed, points)
+    budget = some_budget(problem, source, share / 10)
+    if brute_within(problem, source, budget) < INF:
+        proven(problem, source, budget, refutes=True, **EXACT)
+        return
+    with pytest.raises(Infeasible) as refusal:
+        optimize_within(problem, source, budget, refutes=True)
+    least = refusal.value.least
+    assert least.lower_bytes <= brute_least(problem, source) <= least.peak_bytes
+    assert least.peak_bytes == source.peak(least.assignment)[0] > budget
+
+
 def towers(count: int) -> tuple[Problem, Points]:
     """Unequal decisions, each of which fills a program point of its own unless it is dear."""
     problem = Problem(tuple(node(f"n{i}", 0.001, 0.002 + 0.001 * i) for i in range(count)), ())
     rows = [Row(f"point {i}", 0.0, {i: np.array([10.0 + i, 1.0])}, {}) for i in range(count)]
     return problem, Points(problem, rows)
+
+
+def test_a_refutation_ends_before_the_least_peak_is_found() -> None:
+    problem, source = towers(30)
+    ends = {
+        refutes: least_memory(problem, source, seeds=[np.zeros(30, np.int64)], asked=0.5, refutes=refutes, exact=False)
+        for refutes in (True, False)
+    }
+    assert 0.5 < ends[True].lower_bytes <= ends[False].peak_bytes == 1.0 < ends[True].peak_bytes
+    assert len(ends[True].rows) < len(ends[False].rows) == 30
 
 
 def test_each_round_adds_several_of_the_highest_peaks() -> None:
@@ -151,6 +179,19 @@ def test_each_round_adds_several_of_the_highest_peaks() -> None:
     effort = replace(LEAST_MEMORY, rounds=10)
     least = least_memory(problem, source, seeds=[np.zeros(30, np.int64)], effort=effort, exact=False)
     assert least.peak_bytes == 1.0
+
+
+def test_a_plan_that_fits_is_found_without_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search within the budget comes first: the least peak costs far more, and is not asked for."""
+
+    def never(*_: object, **__: object) -> LeastMemory:
+        raise AssertionError("the least peak is sought")
+
+    monkeypatch.setattr(budgets, "least_memory", never)
+    problem, source = towers(30)
+    solution = optimize_within(problem, source, 20.0)
+    assert solution.peak_bytes <= 20.0
+    assert solution.objective == pytest.approx(sum(0.001 if 10 + i <= 20 else 0.002 + 0.001 * i for i in range(30)))
 
 
 def test_a_changed_row_is_seen() -> None:
