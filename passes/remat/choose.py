@@ -3,7 +3,8 @@
     as written     the only candidate if its fastest plan fits
     some layers    the first k recomputable layers, by "dots" or by "full", for the smallest k whose fastest plan fits;
                    the first layers, because their residuals live longest                          -> LayerSearch
-    uniform        if even with all of them the fastest plan does not fit, the best plan that does
+    layouts        if even with all of them the fastest plan does not fit, the best plan that does, with the number of
+                   layers whose fastest plan has the least peak, or else with all
 
 Costs and freed bytes of a layer are forecast from the plan as written (`autopar.passes.remat.estimates`). Every further
 plan corrects the forecasts, so that the first guess of k is mostly right. The policy with the shorter estimated step is
@@ -356,15 +357,19 @@ class LayerSearch(Generic[T]):
             self._plan_layers(self._layers if self.insufficient else self._forecast_count())
 
     def run(self, cutoff: float = math.inf) -> RematResult[T]:
-        """The result with the fewest layers whose fastest plan fits, or the best that fits with all layers.
+        """The result with the fewest layers whose fastest plan fits, or else the best that fits by its layouts.
 
+        More layers may have a higher peak, so layouts are sought for the planned number with the least peak first.
         One layer fewer that probably does not fit is not tried if it gains little, nor if the forecast is clear. Plans
         of `cutoff` seconds or more may be missed.
         """
         for iteration in itertools.count():
             low, high = self._most_too_few, self._fewest_sufficient
             if self.exhausted:
-                return self._plan(low, "fitting", cutoff)
+                result = self._plan(self._closest, "fitting", cutoff)
+                return result if result.fits or self._closest == low else self._plan(low, "fitting", cutoff)
+            if high is None and self._results[low].seconds >= cutoff:  # and more layers take longer
+                return self._results[low]
             if high is None:
                 self._plan_layers(self._forecast_count())
                 continue
@@ -383,6 +388,11 @@ class LayerSearch(Generic[T]):
     def _most_too_few(self) -> int:
         """The most layers that were planned and are too few."""
         return max(k for k, result in self._results.items() if not result.fits)
+
+    @property
+    def _closest(self) -> int:
+        """The planned number of layers whose fastest plan has the least peak, among equals the most."""
+        return min(self._results, key=lambda k: (self._results[k].peak_bytes, -k))
 
     @property
     def _fewest_sufficient(self) -> int | None:

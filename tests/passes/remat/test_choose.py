@@ -235,6 +235,55 @@ def test_if_more_layers_free_nothing_all_are_tried_next() -> None:
     assert planner.tried[:4] == [0, 7, 13, 20]
 
 
+@dataclasses.dataclass
+class Rising(Unequal):
+    """The same, where more than four layers take memory. By layouts only these numbers of layers fit."""
+
+    fitted: frozenset[int] = frozenset()
+
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> RematResult[str]:
+        result, count = super().__call__(policies, effort, cutoff), policies.count("full")
+        if effort == "fastest" or count not in self.fitted:
+            return result
+        return dataclasses.replace(result, plan="plan", seconds=11.0 + count, fits=True)
+
+    def peak(self, count: int) -> float:
+        return 20.0 + super().peak(count)
+
+
+@pytest.mark.parametrize("count", [5, 8])
+def test_layouts_are_sought_for_the_layers_with_the_least_peak_before_all_of_them(count: int) -> None:
+    planner = Rising(12.5, (10.0,) * 4 + (-2.0,) * 4, fitted=frozenset({count}))
+
+    def even(as_written: RematResult[str]) -> Mapping[str, Forecast]:
+        return {"full": Forecast((Estimate(1.0, 10.0),) * 8, 1.0)}
+
+    results = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=even)
+    assert planner.tried == [0, 5, 6, 8]
+    assert [o.policies.count("full") for o in results if o.fits] == [count]
+
+
+class Slow(Unequal):
+    """The same, where more than seven layers take five seconds more than forecast."""
+
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> RematResult[str]:
+        result = super().__call__(policies, effort, cutoff)
+        return dataclasses.replace(result, seconds=result.seconds + 5.0 * (policies.count("full") > 7))
+
+
+@pytest.mark.parametrize(("cutoff", "tried"), [(25.0, [0, 7, 13]), (math.inf, [0, 7, 13, 20])])
+def test_more_layers_are_not_planned_where_too_few_take_too_long(cutoff: float, tried: list[int]) -> None:
+    planner = Slow(22.0, (10.0,) * 4 + (0.0,) * 15 + (50.0,))
+    layers = (True,) * len(planner.nbytes)
+
+    def even(as_written: RematResult[str]) -> Mapping[str, Forecast]:
+        return {"full": Forecast((Estimate(1.0, 10.0),) * len(layers), 1.0)}
+
+    recomputation.search(planner, lambda: layers, planner.budget, cutoff, forecasts=even)
+    assert planner.tried[: len(tried)] == tried
+    assert math.isinf(cutoff) or planner.tried == tried
+
+
 def test_the_overhead_is_that_of_the_cheapest_sufficient_policy() -> None:
     planner = Unequal(41.0, (10.0,) * 8)
     free, few = planner((), "fastest"), planner(("full",) * 2, "fastest")
