@@ -12,8 +12,8 @@ its backward pass B sends cotangents to earlier ones, and W computes gradients o
                                     reads: stages that produce or read a forward value it reads; that alone read a
                                     parameter it reads; that alone read the parameter whose gradient it computes. An
                                     operation with none of these goes to the earliest stage of the cotangents it reads
-                                    or, if its results are no smaller than its operands, to its latest reader; but
-                                    what reads a part of a sum stays with it
+                                    or, if its results are no smaller than its operands, to its latest reader. What
+                                    adds parts of sums, or lays one out anew, stays with them       -> _is_of_parts
     rematerialised                  B of the latest stage that reads it, so that no stage recomputes for another;
                                     likewise barriers, whose results count as their operands               -> _backward
     a sum of partial sums of        once after the loop: each stage accumulates its own, as with tied weights
@@ -35,7 +35,7 @@ from autopar import jax_compat
 from autopar.cost_models.kernels import KERNELS
 from autopar.errors import GraphError
 from autopar.ir.graph import Op
-from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS
+from autopar.ir.op_sets import ADDITIONS, ALL_PRODUCTS, RELAYOUTS
 from autopar.passes.layers.find import BARRIER, Layers, gradients
 from autopar.passes.microbatch.microbatches import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
@@ -334,12 +334,14 @@ def _backward(
         if is_repeated and not at_most:
             at_least += stage_of_body.get(_innermost_body(split, op), ())
         at_least += [gradient_stage[v] for v in op.outputs if v in gradient_stage]
+        if of_parts := _is_of_parts(split, placed):
+            at_least = []
         stages[op.index] = min([max(at_least), *at_most]) if at_least else min(at_most, default=last_stage)
         if op.name == BARRIER:
             pairs = zip(op.outputs, op.inputs, strict=True)
             before_barrier.update((v, before_barrier.get(a, a)) for v, a in pairs if isinstance(a, int))
             latest_stage[op.index] = min(at_most, default=last_stage)
-        elif not at_least and _may_move_to_reader(split, placed):
+        elif not at_least and not of_parts and _nbytes(split, op.outputs) >= _nbytes(split, block_operands(placed)):
             latest_stage[op.index] = min(at_most, default=last_stage)
         if at_most or not is_repeated:
             cotangent_stage.update(dict.fromkeys(op.outputs, stages[op.index]))
@@ -348,14 +350,11 @@ def _backward(
     return _moved_to_last_reader(backward_ops, stages, recomputed_in, latest_stage)
 
 
-def _may_move_to_reader(split: Microbatches, placed: PlacedOp) -> bool:
-    """Whether an operation may run where its results are read: they are no smaller than its operands, and no parts.
-
-    What reads a part of a sum belongs where that is accumulated.
-    """
+def _is_of_parts(split: Microbatches, placed: PlacedOp) -> bool:
+    """Whether an operation adds parts of sums, or lays one out anew: it belongs where they are accumulated."""
     operands = block_operands(placed)
-    parts = any(isinstance(split.states[a], Partial) for a in operands)
-    return not parts and _nbytes(split, placed.op.outputs) >= _nbytes(split, operands)
+    is_linear = placed.op.name in (*ADDITIONS, *RELAYOUTS)
+    return is_linear and bool(operands) and all(isinstance(split.states[a], Partial) for a in operands)
 
 
 def _nbytes(split: Microbatches, values: Sequence[int]) -> int:
