@@ -10,7 +10,7 @@ what a loop stacks               if products read it as it is, or moved         
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost_models.compiler.compiled_program import Program, Step
@@ -47,7 +47,6 @@ class _Narrowing:
     thin: set[int]
     leaving: set[int]
     absorbed: Mapping[int, int]
-    spreading: dict[int, bool] = field(default_factory=dict)  # by reduction: `_spreads_again`
 
     def demoted(self) -> set[int]:
         """All of them."""
@@ -113,26 +112,19 @@ class _Narrowing:
 
     def _spreads_again(self, reduction: Step) -> bool:
         """What a reduction makes becomes as large as what it read, and so cannot be made in the same kernel."""
-        if id(reduction) not in self.spreading:
-            self.spreading[id(reduction)] = self._grows_again(reduction)
-        return self.spreading[id(reduction)]
-
-    def _grows_again(self, reduction: Step) -> bool:
-        size = self.p.type_of(reduction.inputs[0]).nbytes
-        waiting, seen = list(reduction.outputs), set(reduction.outputs)
-        while waiting:
-            for step in (r for r in self._all_readers.get(waiting.pop(), ()) if r.kind == LIGHT):
-                if self.p.type_of(step.outputs[0]).nbytes >= _HALF * size:
-                    return True
-                waiting.extend(v for v in step.outputs if v not in seen)
-                seen.update(step.outputs)
-        return False
+        least = _HALF * self.p.type_of(reduction.inputs[0]).nbytes
+        return any(self._largest.get(v, -1.0) >= least for v in reduction.outputs)
 
     @cached_property
-    def _all_readers(self) -> Mapping[int, Sequence[Step]]:
-        """Value -> the steps that read it, thin ones among them."""
-        readers: dict[int, list[Step]] = {}
-        for step in self.steps:
-            for v in dict.fromkeys(map(self.p.behind, step.inputs)):
-                readers.setdefault(v, []).append(step)
-        return readers
+    def _largest(self) -> Mapping[int, float]:
+        """Value -> bytes of the largest result that light steps make of it, thin ones among them."""
+        largest: dict[int, float] = {}
+        light, rises = [step for step in reversed(self.steps) if step.kind == LIGHT], True
+        while rises:  # one pass but for what is read in other frames than where it is made
+            rises = False
+            for step in light:
+                nbytes = max(self.p.type_of(step.outputs[0]).nbytes, *(largest.get(v, -1.0) for v in step.outputs))
+                for v in map(self.p.behind, step.inputs):
+                    if nbytes > largest.get(v, -1.0):
+                        largest[v], rises = nbytes, True
+        return largest
