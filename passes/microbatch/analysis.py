@@ -15,7 +15,7 @@ An operation is placed in the first segment where its operands are known and it 
     some operand a partial sum                it needs the total: after the loop. Two gradients whose only use is their
                                               sum are added inside the loop, transposed there if they are transposed
                                               first, and a scan of blocks carries a part on
-                                                                             -> _adds_parts, _move_to_parts
+                                                                             -> _shares_accumulator, _carries_on
     no rule, and operands that are cheap      before the loops, on the whole batch: the count of a mask
                                                                                                   -> _before_loop
     otherwise                                 after the loop, on blocks joined into whole values   -> _after_loop
@@ -200,12 +200,12 @@ class Analyzer:
 
     def place(self, op: Op) -> tuple[int, PlacedOp, tuple[State, ...]]:
         """Segment of an operation, how it reads its operands and runs there, and the states of its results."""
-        self._move_to_parts(op)
+        adds_parts = self._shares_accumulator(op)
         uses = [self.use(a) for a in op.inputs]
         if self._reads_counts(op) and (placed := self._in_loop(op, uses)) is not None:
             return placed
-        # an operation that does not merely add parts reads totals
-        if any(isinstance(v.state, Partial) for v in uses) and not self._adds_parts(op, uses):
+        # an operation that does not merely add parts, or carry one on, reads totals
+        if any(isinstance(v.state, Partial) for v in uses) and not (adds_parts or self._carries_on(op, uses)):
             op = self._read_originals(op, uses)
             uses = [
                 self._total_of(op, a, v) if isinstance(v.state, Partial) else v
@@ -239,10 +239,6 @@ class Analyzer:
         inputs = tuple(map(original, op.inputs, uses))
         return op if inputs == op.inputs else replace(op, inputs=inputs)
 
-    def _adds_parts(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
-        """True for an operation that reads parts of a total and not the total."""
-        return self._shares_accumulator(op, uses) or self._carries_on(op, uses)
-
     def _carries_on(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
         """True for a scan over examples whose carry begins with the part of a scan before it, and stays a part.
 
@@ -252,28 +248,27 @@ class Analyzer:
         reads_blocks = op.name == "scan" and any(isinstance(s, Split) for s in states)
         return reads_blocks and not op.equation.effects and self._rule_result(op, states) is not None
 
-    def _shares_accumulator(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
-        """True for the sum of two partial sums that nothing else reads: one accumulator suffices for both."""
-        sums = self.share_accumulators and op.name in ADDITIONS
-        return sums and all(v.state == SUM and self.reads[a] == 1 for a, v in zip(op.inputs, uses, strict=True))
+    def _shares_accumulator(self, op: Op) -> bool:
+        """True for the sum of two partial sums that nothing else reads: one accumulator suffices for both.
 
-    def _move_to_parts(self, op: Op) -> None:
-        """Moves operations on the operands of a sum into the loop if one accumulator then suffices for all of them.
-
-        A gradient of a product is transposed before it is added to another gradient of the same weights.
+        A gradient of a product is transposed before it is added to another gradient of the same weights. Such
+        operations on one of the parts move into the loop.
         """
         if not self.share_accumulators or op.name not in ADDITIONS:
-            return
-        behind_loop = [self._relayouts_of_part(a) for a in op.inputs]
-        if any(relayouts is None for relayouts in behind_loop):
-            return
-        for relayout in (each for relayouts in behind_loop if relayouts for each in relayouts):
-            uses = [self.use(a) for a in relayout.inputs]
-            placed = self._in_loop(relayout, uses)
+            return False
+        relayouts: list[Op] = []
+        for atom in op.inputs:
+            behind_loop = self._relayouts_of_part(atom)
+            if behind_loop is None:
+                return False
+            relayouts.extend(behind_loop)
+        for relayout in relayouts:
+            placed = self._in_loop(relayout, [self.use(a) for a in relayout.inputs])
             assert placed is not None
             self._record(relayout, *placed)
             for v in relayout.outputs:
                 del self.uses[v]
+        return True
 
     def _relayouts_of_part(self, atom: Atom) -> tuple[Op, ...] | None:
         """The operations behind the loop that make a value of a partial sum, and that parts may run through as well.
