@@ -13,6 +13,7 @@ can be looked up in the problem of another. Plans of equal price and equal colle
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,10 +122,15 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     yield row(spec["model"], variants, predicted)
 
 
-def row(model: str, variants: Sequence[Variant], predicted: Sequence[float]) -> Row:
-    """Predicted and measured seconds of every plan, and their rank correlation."""
+def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Spearman's rank correlation; NaN with fewer than two plans."""
     from scipy.stats import spearmanr  # takes half a second, which a worker would spend at each start
 
+    return float(spearmanr(predicted, measured)[0]) if len(measured) > 1 else math.nan  # type: ignore[arg-type]
+
+
+def row(model: str, variants: Sequence[Variant], predicted: Sequence[float]) -> Row:
+    """Predicted and measured seconds of every plan, and their rank correlation."""
     measured = [statistics.median(v.times) for v in variants]
     return {
         "model": model,
@@ -132,7 +138,7 @@ def row(model: str, variants: Sequence[Variant], predicted: Sequence[float]) -> 
         "predicted_s": list(predicted),
         "measured_s": measured,
         "span": max(measured) / min(measured),
-        "spearman": float(spearmanr(predicted, measured)[0]),  # type: ignore[arg-type]
+        "spearman": rank_correlation(predicted, measured),
         "ratio": statistics.median(m / p for m, p in zip(measured, predicted, strict=True)),
     }
 

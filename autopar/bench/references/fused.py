@@ -32,8 +32,10 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec
 
 from autopar import api
+from autopar.bench.ranking import rank_correlation
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import Cluster
+from autopar.ir.keyed import grouped
 from autopar.ir.text import seconds, size
 from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
@@ -349,25 +351,15 @@ def wrong_pairs(rows: Sequence[Row], cluster: str) -> list[tuple[Row, Row]]:
     return [(a, b) for a, b in ordered_pairs(rows, cluster) if a["predicted_s"] >= b["predicted_s"]]
 
 
-def rank_correlation(rows: Sequence[Row], cluster: str) -> float:
-    """Spearman's, of predicted and measured steps on a cluster; NaN with fewer than two."""
-    from scipy.stats import spearmanr
-
-    here = [row for row in rows if row["cluster"] == cluster]
-    if len(here) < 2:
-        return math.nan
-    return float(spearmanr([row["predicted_s"] for row in here], [row["measured_s"] for row in here])[0])  # type: ignore[arg-type]
-
-
 def figures(rows: Sequence[Row]) -> Row:
     """Per cluster: pairs that have an order, those predicted in the other one by name, and Spearman's correlation."""
     return {
         cluster: {
             "pairs": len(ordered_pairs(rows, cluster)),
             "wrong": [(a["name"], b["name"]) for a, b in wrong_pairs(rows, cluster)],
-            "spearman": rank_correlation(rows, cluster),
+            "spearman": rank_correlation([row["predicted_s"] for row in here], [row["measured_s"] for row in here]),
         }
-        for cluster in dict.fromkeys(row["cluster"] for row in rows)
+        for cluster, here in grouped((row["cluster"], row) for row in rows).items()
     }
 
 
