@@ -226,6 +226,7 @@ CASES: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "1f1b": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
     "tied": weights_of_two_stages,
     "two stages each": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=4, schedule="1f1b"),
+    "spanning": lambda: difference("mlp-toy", mesh=(DEVICES,), stages=2, schedule="1f1b"),
     "parts": a_batch_as_parts,
     "prefetched": prefetched_batches,
     "batch differs": lambda: refusal(a_batch_that_differs),
