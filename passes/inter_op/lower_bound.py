@@ -186,7 +186,7 @@ class PipelineBound:
         Args:
             count: the number of microbatches.
             bounds: class of layers -> its bound on all devices.
-            n: the submesh of all devices.
+            n: a mesh of all devices.
         """
         devices, bandwidth = self._sizes[n], self.search.cluster.device.host_bandwidth
         of_layer, memory = self._layers.classes.of_layer, max(self.search.capacity(self.space))
