@@ -14,9 +14,11 @@ os.environ["AUTOPAR_CACHE_DIR"] = ""  # a test that kept plans would pass on yes
 
 import jax
 import pytest
+from _pytest import runner  # the protocol is public only as a hook
 
 from autopar.bench.equal.run import quick_flags
 from tests.support import effort, mlir_contexts
+from tests.support.stack_chunk import in_one_chunk
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()  # read when a backend starts
 jax.config.update("jax_num_cpu_devices", 8)
@@ -32,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test with its fixtures in one chunk of the interpreter's stack."""
+    return in_one_chunk(lambda: runner.pytest_runtest_protocol(item, nextitem))
 
 
 def pytest_sessionfinish() -> None:

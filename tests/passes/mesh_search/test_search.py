@@ -160,9 +160,9 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
 @pytest.mark.usefixtures("unbounded")
 def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages are found where one mesh does not fit, whatever it was forecast to take once it does."""
-    built = zoo.build("gpt-toy", layers=1, batch=64)
+    built = zoo.build("gpt-toy", layers=1, batch=64, seq=16)
     cluster = Cluster.custom(
-        (2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-11), peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=7e5
+        (2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-11), peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=5e5
     )
     searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
     assert len(searched.stages) == 2
