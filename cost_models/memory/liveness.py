@@ -178,13 +178,6 @@ class Liveness:
         columns = [self._sizes[a : a + length] for a in self._columns.kinds_of_nodes.get(node, ())]
         return np.stack(columns, axis=1) if columns else np.zeros((length, 0))
 
-    def edge_footprint(self, edge: int) -> Floats:
-        """Shape (k, rows, columns): a table for each kind of buffer whose bytes this edge decides."""
-        shape = self._problem.edges[edge].table.shape
-        starts = self._columns.kinds_of_edges.get(edge, ())
-        tables = [self._sizes[a : a + shape[0] * shape[1]].reshape(shape) for a in starts]
-        return np.stack(tables) if tables else np.zeros((0, *shape))
-
     def op_at(self, moment: int | None) -> Op | None:
         """The operation that runs at a moment; None for arguments alone and for the results at the end."""
         return self.moments[moment].op if moment is not None and moment < len(self.moments) else None
@@ -219,14 +212,13 @@ class _Columns:
     on_node: Ints
     on_edge: Ints
     kinds_of_nodes: Mapping[int, Sequence[int]]
-    kinds_of_edges: Mapping[int, Sequence[int]]
 
     @staticmethod
     def of(buffers: Sequence[Buffer]) -> _Columns:
         columns = [*zip(*buffers, strict=True)][2:] or [()] * 5  # without the names and values
         birth, death, node, edge, at = (np.array(column, np.int64) for column in columns)
-        kinds = [{k: tuple(v) for k, v in _grouped(owner, at, owner >= 0).items()} for owner in (node, edge)]
-        return _Columns(birth, death, at, node, edge, np.flatnonzero(node >= 0), np.flatnonzero(edge >= 0), *kinds)
+        kinds = {v: tuple(starts) for v, starts in _grouped(node, at, node >= 0).items()}
+        return _Columns(birth, death, at, node, edge, np.flatnonzero(node >= 0), np.flatnonzero(edge >= 0), kinds)
 
 
 def _grouped(owner: Ints, at: Ints, chosen: NDArray[np.bool_]) -> dict[int, dict[int, int]]:

@@ -111,9 +111,10 @@ ORDERED = (
 
 
 def test_pairs_without_an_order_are_left_out() -> None:
-    assert len(fused.ordered_pairs(ORDERED, "first")) == 5
-    assert [(a["name"], b["name"]) for a, b in fused.wrong_pairs(ORDERED, "first")] == [("c", "d")]
-    assert fused.ordered_pairs(ORDERED, "second") == []
+    rows = fused.by_cluster(ORDERED)
+    assert len(fused.ordered_pairs(rows["first"])) == 5
+    assert [(a["name"], b["name"]) for a, b in fused.wrong_pairs(rows["first"])] == [("c", "d")]
+    assert fused.ordered_pairs(rows["second"]) == []
 
 
 def test_the_table_says_which_pairs_are_in_the_other_order_and_why_predictions_differ() -> None:

@@ -340,26 +340,32 @@ def compared(row: Published) -> Row:
     }
 
 
-def ordered_pairs(rows: Sequence[Row], cluster: str) -> list[tuple[Row, Row]]:
-    """The pairs of rows on a cluster whose measured steps differ by more than `TIE`, the faster one first."""
-    here = sorted((row for row in rows if row["cluster"] == cluster), key=lambda row: row["measured_s"])
-    return [(a, b) for a, b in itertools.combinations(here, 2) if math.log(b["measured_s"] / a["measured_s"]) > TIE]
+def ordered_pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """The pairs of rows whose measured steps differ by more than `TIE`, the faster one first."""
+    ascending = sorted(rows, key=lambda row: row["measured_s"])
+    pairs = itertools.combinations(ascending, 2)
+    return [(a, b) for a, b in pairs if math.log(b["measured_s"] / a["measured_s"]) > TIE]
 
 
-def wrong_pairs(rows: Sequence[Row], cluster: str) -> list[tuple[Row, Row]]:
+def wrong_pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Those of them that are predicted in the other order."""
-    return [(a, b) for a, b in ordered_pairs(rows, cluster) if a["predicted_s"] >= b["predicted_s"]]
+    return [(a, b) for a, b in ordered_pairs(rows) if a["predicted_s"] >= b["predicted_s"]]
+
+
+def by_cluster(rows: Sequence[Row]) -> Mapping[str, Sequence[Row]]:
+    """Cluster -> its rows."""
+    return grouped((row["cluster"], row) for row in rows)
 
 
 def figures(rows: Sequence[Row]) -> Row:
     """Per cluster: pairs that have an order, those predicted in the other one by name, and Spearman's correlation."""
     return {
         cluster: {
-            "pairs": len(ordered_pairs(rows, cluster)),
-            "wrong": [(a["name"], b["name"]) for a, b in wrong_pairs(rows, cluster)],
+            "pairs": len(ordered_pairs(here)),
+            "wrong": [(a["name"], b["name"]) for a, b in wrong_pairs(here)],
             "spearman": rank_correlation([row["predicted_s"] for row in here], [row["measured_s"] for row in here]),
         }
-        for cluster, here in grouped((row["cluster"], row) for row in rows).items()
+        for cluster, here in by_cluster(rows).items()
     }
 
 
@@ -376,13 +382,14 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     lines = [grid("published steps", ("", *heads), body)]
-    for cluster, counts in figures(rows).items():
+    counts_of = figures(rows)
+    for cluster, here in by_cluster(rows).items():
+        counts = counts_of[cluster]
         right = counts["pairs"] - len(counts["wrong"])
         lines.append(
             f"{cluster}: {right} of {counts['pairs']} pairs in order; Spearman's correlation {counts['spearman']:.2f}"
         )
-        lines.extend(f"  in the other order: {_pair(a)} and {_pair(b)}" for a, b in wrong_pairs(rows, cluster))
-        here = [row for row in rows if row["cluster"] == cluster]
+        lines.extend(f"  in the other order: {_pair(a)} and {_pair(b)}" for a, b in wrong_pairs(here))
         lines.extend(
             f"  entered otherwise: {text}" for text in dict.fromkeys(x for row in here for x in row["differs"])
         )

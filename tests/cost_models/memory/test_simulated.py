@@ -127,12 +127,7 @@ def test_a_smaller_footprint_is_smaller_in_every_row(name: str, backend: str, se
             assert all(r.nodes[node][a] <= r.nodes[node][b] + 1e-6 for r in rows if node in r.nodes)
     for row in rows:
         for edge, table in row.edges.items():
-            assert (
-                lives.edge_footprint(edge).shape[1:]
-                == table.shape
-                == planned_step.model.problem.edges[edge].table.shape
-            )
-            assert (lives.edge_footprint(edge).sum(0) > 0)[table > 0].all()
+            assert table.shape == planned_step.model.problem.edges[edge].table.shape
 
 
 def test_kinds_add_up_to_the_peak_and_name_the_largest() -> None:
