@@ -153,13 +153,13 @@ class BoundedLayers:
 def bounded_layers(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> BoundedLayers:
     """Each of the step's layers cut off as a stage; arguments as for `autopar.passes.inter_op.layer_costs`."""
     count = len(layers.layers)
-    stages, programs = divide(split, layers, range(1, count)), StepPrograms(split)
-    forms = tuple(canonical_form(stages, i, avals, programs) for i in range(count))
+    stages = divide(split, layers, range(1, count))
+    programs = StepPrograms(stages.split)
+    inputs = programs.avals(avals)
+    forms = tuple(canonical_form(stages, i, inputs, programs) for i in range(count))
     number: dict[Any, int] = {}
     of_layer = tuple(number.setdefault(form.key, len(number)) for form in forms)
-    return BoundedLayers(
-        LayerClasses(stages, {c: of_layer.index(c) for c in number.values()}, of_layer, tuple(avals)), forms
-    )
+    return BoundedLayers(LayerClasses(stages, {c: of_layer.index(c) for c in number.values()}, of_layer, inputs), forms)
 
 
 def bound_on(

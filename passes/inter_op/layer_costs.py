@@ -58,7 +58,7 @@ class LayerClasses:
         stages: the step, divided around these layers.
         stage: kind -> the number of its stage.
         of_layer: the kind of every layer.
-        avals: shape and dtype of every argument of the step.
+        avals: shape and dtype of every input of the graph that is divided.
     """
 
     stages: Stages
@@ -131,7 +131,8 @@ def layer_classes(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> 
     borders = sorted({b for i in chosen.values() for b in (i, i + 1)} - {0, len(kinds)})
     first = [0, *borders]
     stages = divide(split, layers, borders)
-    return LayerClasses(stages, {kind: first.index(i) for kind, i in chosen.items()}, kinds, tuple(avals))
+    numbers = {kind: first.index(i) for kind, i in chosen.items()}
+    return LayerClasses(stages, numbers, kinds, StepPrograms(stages.split).avals(avals))
 
 
 def _recounted(split: Microbatches, pass_: Pass, count: int) -> Pass:

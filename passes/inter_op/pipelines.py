@@ -45,7 +45,7 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.choose_offload import OffloadCandidates
 from autopar.passes.remat.memory_policy import usable_bytes
 from autopar.passes.remat.options import Options
-from autopar.passes.stages.divide import Stages, divide
+from autopar.passes.stages.divide import Stages, divide, needs_two_backward_passes
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import UNTYPED, PlannedStage, StagePlans, TypedArguments, plan_stages
 from autopar.rules import manual
@@ -334,8 +334,7 @@ def _types(traced: Traced, pipelined: Pipelined) -> TypedArguments:
 
 def avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:
     """Shapes and dtypes of the arguments of a step in stages, including totals of a loop that runs first."""
-    extra = stages.split.graph.inputs[len(traced.in_avals) :]
-    return (*traced.in_avals, *map(StepPrograms(stages.split).aval, extra))
+    return StepPrograms(stages.split).avals(traced.in_avals)
 
 
 # The search
@@ -386,7 +385,7 @@ class Opening:
 
 
 def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: PipelineOptions) -> Opening | None:
-    """The search space of stages; None without a batch, or without a backward pass that can run in microbatches.
+    """The search space of stages; None without a batch, or a single backward pass that can run in microbatches.
 
     Args:
         traced: the step.
@@ -422,6 +421,9 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
         if s.num_microbatches != "auto":
             raise
         counts, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
+    layers = layers_pass.find(shorter)
+    if any(needs_two_backward_passes(parts, layers) for parts in splits.values()):
+        return None
     if counts == (1,):
         splits[1] = split(shorter, 1, batch, per_microbatch=("*",))
         if not any(p.op.phase == "backward" for p in splits[1].body):

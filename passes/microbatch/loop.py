@@ -154,6 +154,10 @@ class StepPrograms:
             return jax.ShapeDtypeStruct(type_.shape, jnp.dtype(type_.dtype))
         return op.equation.outvars[op.outputs.index(value)].aval
 
+    def avals(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Shape and dtype of every input of the graph: the step's arguments, and totals of a loop that ran before."""
+        return (*arguments, *map(self.aval, self.graph.inputs[len(arguments) :]))
+
     @cached_property
     def _makers(self) -> Mapping[int, Op]:
         """Value -> the operation that computes it."""

@@ -408,7 +408,10 @@ def _moved_to_last_reader(
 def _deferred(
     loop: Sequence[PlacedOp], stages: Mapping[int, int], totals: Sequence[AccumulatedValue]
 ) -> tuple[tuple[PlacedOp, ...], tuple[AccumulatedValue, ...]]:
-    """Sums of totals of different stages, which run after the loop, and the totals that the loop then gives."""
+    """Sums of totals of different stages, which run after the loop, and the totals that the loop then gives.
+
+    A sum that the loop reads stays in it, as where the one microbatch of a step has the update in its loop.
+    """
     made_in = {v: stages[p.op.index] for p in loop for v in p.op.outputs}
     spans_stages: set[int] = set()
     # sums of values of different stages, and sums of such sums
@@ -418,6 +421,7 @@ def _deferred(
             spans_stages.update(op.outputs)
     totals_left = {t.value: t for t in totals}
     deferred: list[PlacedOp] = []
+    read_in_loop: set[int] = set()
     # readers first: a deferred sum makes totals of its operands, which may be such sums themselves
     for placed in reversed(loop):
         op = placed.op
@@ -426,10 +430,13 @@ def _deferred(
             and op.outputs[0] in spans_stages
             and op.outputs[0] in totals_left
             and totals_left[op.outputs[0]].combine == "sum"
+            and op.outputs[0] not in read_in_loop
         ):
             del totals_left[op.outputs[0]]
             totals_left.update((a, AccumulatedValue(a, "sum")) for a in op.inputs if isinstance(a, int))
             deferred.append(PlacedOp(op, frozenset(range(len(op.inputs)))))
+        else:
+            read_in_loop.update(block_operands(placed))
     return tuple(deferred[::-1]), tuple(totals_left[v] for v in sorted(totals_left))
 
 

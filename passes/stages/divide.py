@@ -137,7 +137,7 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
         return _divide(split, layers, first_layers, weights)
     before, after = accumulation_loop.separate_loops(split)
     first_loop = _divide(before, layers, first_layers, False)
-    if any(stage.passes["B"].ops for stage in first_loop.stages):
+    if _has_backward(first_loop):
         raise MicrobatchError(
             f"a step with two backward passes over its {split.count} microbatches cannot be cut into "
             f"{len(first_layers)} stages: {_second_pass(after, after.graph.inputs[len(split.graph.inputs) :])}. Use "
@@ -145,6 +145,18 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
             "backward pass."
         )
     return replace(_divide(after, layers, first_layers, weights), first_loop=first_loop)
+
+
+def needs_two_backward_passes(split: Microbatches, layers: Layers) -> bool:
+    """Whether a step needs two loops over its microbatches, both with backward passes, which no stages have."""
+    if len(split.loops) == 1:
+        return False
+    before, _ = accumulation_loop.separate_loops(split)
+    return _has_backward(_divide(before, layers, (0,), False))
+
+
+def _has_backward(stages: Stages) -> bool:
+    return any(stage.passes["B"].ops for stage in stages.stages)
 
 
 def _second_pass(after: Microbatches, totals: Sequence[int]) -> str:

@@ -533,6 +533,50 @@ def test_a_searched_pipeline_computes_the_step_and_comes_back_from_disk(apart: C
     assert_equal(other, alone)
 
 
+def adversaries(state: Any, batch: Any) -> Any:
+    """Two models, the second of which is trained against the first as the first has just been trained."""
+
+    def run(w: Any, x: Any) -> jax.Array:
+        for up, down in w:
+            x = x + jnp.tanh(x @ up) @ down
+        return x
+
+    def against(other: Any, w: Any) -> jax.Array:
+        return jnp.mean(run(other, run(w, batch["z"])) ** 2)
+
+    def apart_from(w: Any) -> jax.Array:
+        return jnp.mean((run(w, batch["x"]) - 1) ** 2) + against(w, state["g"])
+
+    def trained(w: Any, grads: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g / (1 + jnp.abs(g)), w, grads)
+
+    first, grads = jax.value_and_grad(apart_from)(state["d"])
+    d = trained(state["d"], grads)
+    second, grads = jax.value_and_grad(lambda w: against(d, w))(state["g"])
+    return {"d": d, "g": trained(state["g"], grads)}, (first, second)
+
+
+@pytest.fixture(scope="module")
+def two_models(doubles: None) -> tuple[Any, Any]:
+    weights = [[jax.random.normal(jax.random.key(i), shape) / 4 for shape in ((8, 16), (16, 8))] for i in range(4)]
+    return {"d": weights[:2], "g": weights[2:]}, {"x": jnp.ones((8, 8)), "z": jnp.full((8, 8), 0.5)}
+
+
+def test_two_backward_passes_run_in_stages_in_one_microbatch(two_models: tuple[Any, Any]) -> None:
+    """The update of the first model reads sums of gradients of several stages inside the loop."""
+    step = autopar.parallelize(adversaries, mesh=(4,), stages=2, donate_argnums=())
+    assert step.plan(*two_models).num_microbatches == 1
+    assert_equal(step(*two_models), jax.jit(adversaries)(*two_models))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"num_microbatches": 2, "schedule": "1f1b"}])
+def test_two_backward_passes_are_searched_on_one_mesh(
+    two_models: tuple[Any, Any], apart: Cluster, options: dict[str, Any]
+) -> None:
+    plan = autopar.plan(adversaries, *two_models, cluster=apart, **options)
+    assert (len(plan.stages), plan.num_microbatches) == (1, options.get("num_microbatches", 1))
+
+
 def test_one_host_is_searched_only_when_asked(apart: Cluster) -> None:
     small = zoo.build("mlp-toy", batch=8, dtype="float32")
     single_host = replace(apart, hosts=1, axis_levels=apart.levels[1:])

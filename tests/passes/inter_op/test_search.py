@@ -20,6 +20,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.trace import Traced, trace
 from autopar.passes.inter_op.effort import INTER_OP
+from autopar.passes.inter_op.layer_bounds import bounded_layers
 from autopar.passes.inter_op.layer_costs import (
     Border,
     LayerClasses,
@@ -46,6 +47,7 @@ from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.plan import StageProblem
 from autopar.schedules import SCHEDULES, Size, make
+from tests.passes.microbatch import batch_programs as programs
 from tests.support.effort import examples, sample
 from tests.support.traces import traced
 
@@ -74,6 +76,18 @@ def test_another_number_of_microbatches_is_as_if_the_step_had_been_cut_for_it(na
 
 def test_loops_take_another_analysis() -> None:
     assert kinds(traced("gpt-toy-scan"), 4).at(2) is None
+
+
+def test_layers_that_read_totals_of_a_first_loop_are_priced() -> None:
+    program = programs.EXACT["balanced experts in every layer"]
+    step = trace(program, *programs.arguments("balanced experts in every layer", program))
+    batch = [i for i, path in enumerate(step.graph.input_paths) if path.startswith("b/")]
+    classes = layer_classes(split(step.graph, 4, batch), layers_pass.find(step.graph), step.in_avals)
+    assert classes.stages.first_loop is not None
+    assert len(classes.stages.split.graph.inputs) > len(step.in_avals)
+    assert classes.graphs().keys() == {*classes.of_layer}
+    bounded = bounded_layers(split(step.graph, 4, batch), layers_pass.find(step.graph), step.in_avals)
+    assert bounded.classes.graphs().keys() == {*bounded.classes.of_layer}
 
 
 def test_layers_of_one_kind_are_cut_out_once() -> None:
