@@ -75,7 +75,7 @@ def _source(
             return Source((stacked,), number)
     for rows in stacks.get(name, ()):
         names = tuple(rows[i] for i in sorted(rows))
-        if [*sorted(rows)] == [*range(*shape[:1])] and all(_is_row(saved[row], shape) for row in names):
+        if shape and [*sorted(rows)] == [*range(shape[0])] and all(_is_row(saved[row], shape) for row in names):
             return Source(names, is_stack=True)
     return None
 

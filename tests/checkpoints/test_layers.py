@@ -39,9 +39,10 @@ def entries(shapes: dict[str, tuple[int, ...]]) -> dict[str, Entry]:
         ({"opt/0/mu/blocks/w": (2, 5)}, {"opt/0/mu/blocks/1/w": (5,)}, {"opt/0/mu/blocks/1/w": Source(
             ("opt/0/mu/blocks/w",), 1)}, ["opt/0/mu/blocks/w"]),
         ({"w": ()}, {"0/w": ()}, {}, ["w"]),
+        ({"0/w": ()}, {"w": ()}, {}, ["0/w"]),
     ],
     ids=["alike", "rows", "stack", "a row alone", "a row too many", "another shape", "a gap", "unequal layers",
-         "a number elsewhere", "scalars"],
+         "a number elsewhere", "scalars", "a scalar is no stack"],
 )  # fmt: skip
 def test_what_a_leaf_is_read_from(
     saved: dict[str, tuple[int, ...]],
