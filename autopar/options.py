@@ -37,6 +37,8 @@ from autopar.schedules import SCHEDULES
 #: Schedules that the runtime can walk; "none" is a step without stages.
 RUNNABLE: tuple[str, ...] = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
 
+MOST_BYTES = 2.0**53  # of a memory budget, 9 PB: a larger one, infinity among them, bounds no plan either
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -314,7 +316,7 @@ def budget(value: Any) -> Budget:
     if _is_one_of("min")(value):
         return "min"
     if _is_amount(value):
-        return float(value)
+        return min(float(value), MOST_BYTES)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", value) if isinstance(value, str) else None
     number, unit = (float(match[1]), match[2].lower()) if match is not None else (0.0, "")
     if unit == "%" and 0 < number <= 100:
@@ -324,7 +326,7 @@ def budget(value: Any) -> Budget:
             f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', '80%' of a "
             "device's memory, or 'min'"
         )
-    return number * _UNITS[unit]
+    return min(number * _UNITS[unit], MOST_BYTES)
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax
@@ -76,6 +77,17 @@ def test_a_budget_as_a_share_of_the_memory_of_a_device(options):
     tiny = f"{100 * plan.peak_memory_bytes / 8 / cluster.device.memory_bytes:.12f}%"
     with pytest.raises(MemoryBudgetError):
         autopar.plan(step, *ARGS, cluster=cluster, memory_budget=tiny, **options)
+
+
+@pytest.mark.parametrize("options", [{"mesh": (2,)}, {"stages": 2, "mesh": (2,)}, {"stages": "search"}])
+@pytest.mark.parametrize("budget", [math.inf, "99999999TiB"])
+def test_a_budget_above_all_memory_bounds_nothing(options, budget, tmp_path):
+    cluster = autopar.Cluster.preset("dgx-h100").part(0, 2)
+    plan = autopar.plan(step, *ARGS, cluster=cluster, memory_budget=budget, **options)
+    free = autopar.plan(step, *ARGS, cluster=cluster, **options)
+    assert (plan.stages, plan.inputs) == (free.stages, free.inputs)
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.parametrize("budget", ["0%", "101%", "%", "80 percent"])
