@@ -273,12 +273,12 @@ class Plan(PlanRecord, ShownAsText):
     # On disk
 
     def to_json(self) -> str:
-        """The plan as JSON. The text of equal plans is equal.
+        """The plan as JSON. Mappings keep their order, so that a loaded plan prints as the saved one does.
 
         Plans of two calls differ in `phases`, the times of planning.
         """
         written = replace(self, collectives=()) if self.pipelined else self  # those of a pipeline are in its stages
-        return json.dumps(form(Plan).write(written), sort_keys=True, separators=(",", ":"))
+        return json.dumps(form(Plan).write(written), separators=(",", ":"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.

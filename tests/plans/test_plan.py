@@ -46,6 +46,14 @@ def test_text_and_back(plan: Plan) -> None:
     assert {*json.loads(text), "origin"} == Plan.__dataclass_fields__.keys()
 
 
+@pytest.mark.parametrize("options", [{"mesh": {"model": 4, "data": 2}}, {"mesh": {"p": 2, "a": 4}, "stages": 2}])
+def test_a_loaded_plan_prints_as_the_saved_one(options: Any) -> None:
+    saved = autopar.plan(step, *ARGS, cluster=CLUSTER, **options)
+    loaded = from_json(json.loads(saved.to_json()))
+    for view in (Plan.summary, Plan.time, Plan.memory):
+        assert str(view(loaded)) == str(view(saved))
+
+
 def test_a_plan_is_pickled_without_its_step_and_copied_with_it(plan: Plan) -> None:
     sent = pickle.loads(pickle.dumps(plan))
     assert sent == plan

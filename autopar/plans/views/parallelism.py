@@ -56,7 +56,7 @@ def describe(plan: PlanRecord) -> str:
 
 def _axes(plan: PlanRecord) -> Iterator[str]:
     """The forms of all axes; neighbouring axes with the same forms are told together."""
-    axes_with_forms = [axis for axis in plan.mesh_names if axis in plan.forms]  # JSON does not keep their order
+    axes_with_forms = [axis for axis in plan.mesh_names if axis in plan.forms]
     for (names, details), group in groupby(axes_with_forms, key=lambda axis: _named(plan.forms[axis])):
         axes = list(group)
         over = f"over {listed(axes)}"
