@@ -70,9 +70,27 @@ def test_the_message_says_where_and_what_would_fit() -> None:
         r"no plan in 2 stages fits into 1 B per device: the smallest one found needs .* in stage \d \(state .*\)"
     )
     assert re.match(first_line, str(least("gpipe")))
-    assert "schedule='1f1b', which keeps fewer microbatches" in str(least("gpipe"))
-    assert "schedule='1f1b'" not in str(least("1f1b"))
     assert f"memory_budget={least('1f1b').least_bytes} on devices that have it" in str(least("1f1b"))
+
+
+def test_what_would_fit_is_said_where_it_would() -> None:
+    """A change that frees memory, but not enough, is no advice."""
+    needs, fewer = least("gpipe").least_bytes, least("1f1b").least_bytes
+    assert fewer < needs
+    with pytest.raises(MemoryBudgetError, match="schedule='1f1b', which keeps fewer microbatches; num_microbatches=8"):
+        plan("gpipe", fewer)
+    assert not re.search("remat|schedule|num_microbatches", str(least("gpipe")).partition("What would fit:")[2])
+    assert not re.search("schedule", str(least("1f1b")).partition("What would fit:")[2])
+    options: dict[str, Any] = {"mesh": (2,), "cluster": dear((2,)), "stages": 2, "schedule": "gpipe", "remat": "none"}
+    for count in (1, 64):  # 1f1b keeps as many of one microbatch; 64 rows have no halves
+        with pytest.raises(MemoryBudgetError) as refused:
+            autopar.plan(MODEL.step, *MODEL.abstract_args(), num_microbatches=count, memory_budget=1000, **options)
+        free = refused.value.least_bytes - 1
+        with pytest.raises(MemoryBudgetError) as refused:
+            autopar.plan(MODEL.step, *MODEL.abstract_args(), num_microbatches=count, memory_budget=free, **options)
+        assert "recompute what the backward pass keeps" in str(refused.value)
+        assert ("schedule='1f1b'" in str(refused.value)) == (count > 1)
+        assert ("num_microbatches=" in str(refused.value)) == (count == 1)
 
 
 def test_as_few_layers_as_suffice_are_recomputed_and_results_are_the_same() -> None:
