@@ -147,6 +147,11 @@ def donated_leaves(call: Call, s: Settings) -> tuple[int, ...]:
     return tuple(sorted(in_place(call.traced.graph).values())) if isinstance(donated, str) else donated
 
 
+def state_leaves(call: Call, s: Settings) -> tuple[int, ...]:
+    """The argument leaves that the step returns anew, which are donated unless the settings say otherwise."""
+    return donated_leaves(call, replace(s, donate_argnums="auto"))
+
+
 def wanted_mesh(traced: Traced, s: Settings) -> Any:
     """The mesh to plan for: the given one, or the one over which the step constrains shardings; None: search.
 

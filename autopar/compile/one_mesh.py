@@ -14,7 +14,15 @@ from functools import cache, cached_property, lru_cache, partial
 
 from autopar import argnums
 from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
-from autopar.compile.call import Call, absolute_budget, default_time_limit, offload_option, wanted_mesh, warn_of
+from autopar.compile.call import (
+    Call,
+    absolute_budget,
+    default_time_limit,
+    offload_option,
+    state_leaves,
+    wanted_mesh,
+    warn_of,
+)
 from autopar.errors import AutoparError
 from autopar.explain.surroundings import described
 from autopar.hardware import meshes
@@ -201,6 +209,7 @@ class OneMeshPlanner:
 
         self._parts = Parts(call.traced, split, count, partial(_divides, call, s))
         self._traced, self._rules = replace(call.traced, graph=split(call.traced.graph)), registered_rules()
+        self._state = state_leaves(call, s)
         self._options = Options(
             solver=s.solver,
             time_limit=s.time_limit or default_time_limit(self._traced.graph),
@@ -267,7 +276,7 @@ class OneMeshPlanner:
             return None
         plan = one_mesh.export(best)
         plan = replace(plan, phases={"trace": self._call.trace_s, **plan.phases})
-        plan = described(plan, self._traced.graph, self._target(plan), self._options.memory_budget)
+        plan = described(plan, self._traced.graph, self._target(plan), self._options.memory_budget, self._state)
         if cache_key is not None and math.isinf(cutoff):
             plan_cache.write(cache_key, plan, self._options.time_limit)
         return plan, best.solution.warnings

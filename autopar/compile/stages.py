@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar import argnums
-from autopar.compile.call import Call, absolute_budget, default_time_limit, donated_leaves
+from autopar.compile.call import Call, absolute_budget, default_time_limit, donated_leaves, state_leaves
 from autopar.explain.surroundings import described
 from autopar.hardware.meshes import Target
 from autopar.ir.text import seconds
@@ -49,6 +49,6 @@ def plan_stages(
     layouts = pipelines.plan_layouts(run, pipeline, options)
     plan = pipeline_plan.make_plan(traced.graph, pipeline, layouts, target, donated_leaves(call, s), 0.0)
     plan = replace(plan, phases={**phases, "stages": phases.get("stages", 0.0) + time.perf_counter() - begin})
-    plan = described(plan, traced.graph, target, absolute_budget(s))
+    plan = described(plan, traced.graph, target, absolute_budget(s), state_leaves(call, s))
     call.report(f"{len(plan.stages)} stages take {seconds(plan.step_time_s)}")
     return PlannedStep(run, plan, target, rules, pipeline=pipeline, layouts=layouts)

@@ -22,7 +22,9 @@ from autopar.plans.record import PlanRecord
 MAX_CHARACTERS = 120  # of one line
 
 
-def described(plan: Plan, graph: Graph, target: Target, memory_budget: float | str | None) -> Plan:
+def described(
+    plan: Plan, graph: Graph, target: Target, memory_budget: float | str | None, state: tuple[int, ...]
+) -> Plan:
     """The plan with its surroundings.
 
     Args:
@@ -30,10 +32,12 @@ def described(plan: Plan, graph: Graph, target: Target, memory_budget: float | s
         graph: the step as traced.
         target: the mesh and cluster that it is for.
         memory_budget: bytes per device; None: the memory of the device, which also counts for "min".
+        state: positions of the argument leaves that the step returns anew.
     """
     budget = None if memory_budget == "min" else memory_budget
     return replace(
         plan,
+        state=state,
         memory_limit_bytes=int(memory_policy.memory_bytes(target.logical, budget)),
         devices_per_host=target.cluster.devices_per_host,
         code=code_of(plan, graph),

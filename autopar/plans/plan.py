@@ -57,6 +57,7 @@ class Plan(PlanRecord, ShownAsText):
         input_shapes: shape of each argument leaf.
         output_shapes: shape of each result leaf.
         donated: positions of the argument leaves whose buffers the step reuses.
+        state: positions of the argument leaves that the step returns anew, donated or not.
         collectives: predicted communication, with the source lines that cause it.
         step_time_s: predicted seconds per step.
         parts: part of the step -> seconds: "operations" and "reshards", or "pipeline" and "first loop" with stages, and

@@ -23,7 +23,7 @@ from autopar.passes.intra_op.time_spent import Spent
 from autopar.plans.validation.schema import Listed, Packed
 from autopar.version import VERSION
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ class PlanRecord:
     bytes_per_device: float = 0.0
     schedule: str = "none"
     num_microbatches: int = 1
+    state: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
     per_microbatch: tuple[str, ...] = ()
     remat: tuple[str, ...] = ()

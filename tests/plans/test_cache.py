@@ -363,7 +363,7 @@ def test_the_command_line_keeps_plans_unless_told_not_to(
         assert run(monkeypatch, "plan", "mlp-toy", "--mesh", "4", "--json") == 0
         assert len(list(folder.iterdir())) == 1
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [list(p["phases"])[0] for p in (first, second)] == ["trace", "trace"]
+    assert [next(iter(p["phases"])) for p in (first, second)] == ["trace", "trace"]
     assert set(second["phases"]) == {"cache", "trace"}
     assert {**second, "phases": {}} == {**first, "phases": {}} == {**fresh, "phases": {}}
 

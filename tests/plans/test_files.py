@@ -315,7 +315,7 @@ TEXTS = {
     "nested in a field": ('{"format":1,"notes":' + "[" * 100_000, "nested too deep"),
     "a key twice": ('{"format":1,"rows":1,"rows":2}', "key 'rows' is there twice"),
     "a number of many digits": ('{"format":1,"rows":' + "9" * 5000 + "}", "Exceeds the limit"),
-    "a format that is none": ('{"format":true}', r"format 5 \(found True\)"),
+    "a format that is none": ('{"format":true}', r"format 6 \(found True\)"),
     "no UTF-8": (b"\xff\xfe\x00", "can't decode"),
 }
 

@@ -21,6 +21,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.trace import trace
 from autopar.plans.forms import FORMS, largest
 from autopar.plans.plan import Plan, from_json
+from autopar.plans.views.groups import sections
 from autopar.plans.views.parallelism import NAMES, describe
 from autopar.zoo.layers import nn
 from tests.passes.intra_op.test_optimality import data_parallel, megatron, sequence_parallel
@@ -41,6 +42,26 @@ def of_expert(name: str, expert: Callable[..., P]) -> str:
     plan = planned(model.step, args, pins)
     assert from_json(json.loads(plan.to_json())).summary() == plan.summary()
     return describe(plan)
+
+
+def test_state_that_is_not_donated_is_state() -> None:
+    """Sharded weights are told of, and the words of the batch stay those of the batch."""
+    model = zoo.build("mlp-toy", batch=64)
+    args = model.abstract_args()
+    pins = autopar.pins.fsdp("x")
+    donating, keeping = (planned(model.step, args, pins, (8,), donate_argnums=donated) for donated in ("auto", ()))
+    assert "weights sharded over x (FSDP, ZeRO-3)" in describe(donating)
+    assert describe(keeping) == describe(donating)
+    assert sections(keeping) == sections(donating)
+    assert keeping.donated == () != donating.donated
+
+
+def test_a_batch_that_results_look_like_is_no_state() -> None:
+    def step(w: Any, batch: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((batch @ w - batch) ** 2))(w), batch @ w
+
+    plan = planned(step, (array(8, 8), array(16, 8)), None, (2,), batch_argnums=1, donate_argnums=())
+    assert sections(plan) == {"parameters and other state": (0,), "other arguments": (1,)}
 
 
 TENSOR = "4 ways: attention by heads, batch sharded between products, columns of weights, rows of weights"

@@ -165,7 +165,7 @@ def test_a_plan_of_another_program_is_refused(plan: Plan) -> None:
 
 def test_another_format_is_refused(plan: Plan) -> None:
     data = {**json.loads(plan.to_json()), "format": 99}
-    with pytest.raises(PlanMismatchError, match=r"old\.json is no plan of format 5 \(found 99\)"):
+    with pytest.raises(PlanMismatchError, match=r"old\.json is no plan of format 6 \(found 99\)"):
         from_json(data, "old.json")
 
 

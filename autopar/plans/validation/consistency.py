@@ -123,7 +123,7 @@ def _forms(plan: PlanRecord) -> Complaints:
 
 def _positions(plan: PlanRecord) -> Complaints:
     count = len(plan.input_paths)
-    fields = {name: getattr(plan, name) for name in ("donated", "offloaded", "batch")}
+    fields = {name: getattr(plan, name) for name in ("donated", "state", "offloaded", "batch")}
     fields |= {f"read_in_parts[{axis!r}]": positions for axis, positions in plan.read_in_parts.items()}
     fields |= {f"stages[{i}].arguments": stage.arguments for i, stage in enumerate(plan.stages)}
     for name, positions in fields.items():

@@ -21,8 +21,9 @@ def sections(plan: PlanRecord) -> Mapping[str, tuple[int, ...]]:
         "optimizer state": [],
         "other arguments": [],
     }
+    state = {*plan.state, *plan.donated}
     for i, path in enumerate(plan.input_paths):
-        leaves_by_title[_title(i in plan.donated, is_optimizer_state(path))].append(i)
+        leaves_by_title[_title(i in state, is_optimizer_state(path))].append(i)
     return {title: tuple(members) for title, members in leaves_by_title.items() if members}
 
 
