@@ -312,6 +312,23 @@ def batched(inner: int) -> Rule:
     return rule
 
 
+def linear_system(operands: Operands) -> RuleResult | None:
+    """Independent systems, or independent right-hand sides of systems that every microbatch has alike.
+
+    The last operand holds the right-hand sides: as columns, or as rows where the unknowns multiply the matrix from the
+    left.
+    """
+    *systems, sides = operands.states
+    rank = len(operands.shapes[-1])
+    free = rank - 1 if operands.params.get("left_side", True) else rank - 2
+    if isinstance(sides, Split) and sides.dim == free:
+        return RuleResult((sides,)) if all(isinstance(s, Invariant) for s in systems) else None
+    state = common_state(operands.states)
+    if not isinstance(state, Split) or state.dim >= rank - 2:
+        return None
+    return RuleResult((state,), slice_invariants(operands, state, range(len(operands.states))))
+
+
 def fft(operands: Operands) -> RuleResult | None:
     """Independent transforms along all but the transformed dimensions."""
     return batched(len(operands.params["fft_lengths"]))(operands)
@@ -349,23 +366,43 @@ def _free_position(operands: Operands, side: int, dim: int) -> int:
 
 
 def convolution(operands: Operands) -> RuleResult | None:
-    """The batch split, or groups in both operands: a split result; input features split in both: a partial sum."""
+    """The batch, groups, or the kernel's output features split: a split result; input features split in both: a partial
+    sum.
+    """
     numbers, states = operands.params["dimension_numbers"], operands.states
     left, right = states
-    if isinstance(left, Split) and isinstance(right, Split):
-        for name, dim in (("feature_group_count", numbers.lhs_spec[1]), ("batch_group_count", numbers.lhs_spec[0])):
-            groups, alike = operands.params[name], Split(numbers.rhs_spec[0], left.outer)
-            if groups > 1 and left.dim == dim and right == alike and groups % (left.outer * operands.count) == 0:
-                return RuleResult((Split(numbers.out_spec[1], left.outer),), params={name: groups // operands.count})
+    if (grouped := _groups(operands)) is not None:
+        return grouped
     if isinstance(left, Split) and left.dim == numbers.lhs_spec[0] and isinstance(right, Invariant):
         batch = Split(numbers.out_spec[0], left.outer)
         return RuleResult((batch,)) if operands.params["batch_group_count"] == 1 else None
+    counts = operands.params["feature_group_count"], operands.params["batch_group_count"]
+    if isinstance(right, Split) and right.dim == numbers.rhs_spec[0] and isinstance(left, Invariant):
+        return RuleResult((Split(numbers.out_spec[1], right.outer),)) if counts == (1, 1) else None
     if operands.params["feature_group_count"] != 1:
         return None
     for side, features, partner in ((0, numbers.lhs_spec[1], numbers.rhs_spec[1]), (1, *_kernel_features(numbers))):
         state = states[side]
         if isinstance(state, Split) and state.dim == features:
             return align_operand(SUM, states[1 - side], Split(partner, state.outer), 1 - side)
+    return None
+
+
+def _groups(operands: Operands) -> RuleResult | None:
+    """Each microbatch has its groups: of features, or of the batch. An invariant operand is sliced by group."""
+    numbers = operands.params["dimension_numbers"]
+    state = next(s for s in operands.states if isinstance(s, Split))
+    for name, dim in (("feature_group_count", numbers.lhs_spec[1]), ("batch_group_count", numbers.lhs_spec[0])):
+        groups = operands.params[name]
+        by_group = Split(dim, state.outer), Split(numbers.rhs_spec[0], state.outer)
+        aligned = all(
+            isinstance(s, Invariant) or s == wanted for s, wanted in zip(operands.states, by_group, strict=True)
+        )
+        if groups > 1 and aligned and groups % (state.outer * operands.count) == 0:
+            slices = {i: s for i, s in enumerate(by_group) if isinstance(operands.states[i], Invariant)}
+            return RuleResult(
+                (Split(numbers.out_spec[1], state.outer),), slices, params={name: groups // operands.count}
+            )
     return None
 
 

@@ -162,7 +162,7 @@ def _names_in(text: str) -> list[str]:
     return re.findall(r"[\w-]+", text)
 
 
-_BATCHED_LINALG = _names_in("cholesky triangular_solve lu qr eigh svd householder_product")
+_BATCHED_LINALG = _names_in("cholesky lu qr eigh svd householder_product")
 
 RULES: Mapping[str, OpRules] = {
     # elementwise: rules of operations that commute with combining parts follow, and override these
@@ -215,6 +215,7 @@ RULES: Mapping[str, OpRules] = {
     "top_k": OpRules(blockwise.top_k),
     "fft": OpRules(blockwise.fft),
     **dict.fromkeys(_BATCHED_LINALG, OpRules(blockwise.batched(2))),
+    **dict.fromkeys(("triangular_solve", "tridiagonal_solve"), OpRules(blockwise.linear_system)),
     # products
     "dot_general": OpRules(blockwise.dot, {"sum": NUMBER}, _linear_in("pi ip")),
     "conv_general_dilated": OpRules(blockwise.convolution, {"sum": NUMBER}, _linear_in("pi ip")),

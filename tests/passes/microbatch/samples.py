@@ -165,6 +165,19 @@ def _pool(init: Any, function: Callable[..., Any]) -> list[tuple[str, Callable[.
     return [("ab", lambda n, x, w=w: pooled(x, w)) for w in windows]
 
 
+def _triangular_solves() -> list[tuple[str, Callable[..., Any]]]:
+    """Of one system finite sides only: whether a zero times an infinity is nan depends on how many sides there are."""
+
+    def solve(x: Any, y: Any, left: bool) -> Any:
+        return lax.linalg.triangular_solve(_definite(x), y, left_side=left, transpose_a=not left)
+
+    return [
+        ("acc acb", lambda n, x, y: solve(x, y, True)),
+        ("cc ca", lambda n, x, y: solve(x, _tame(y), True)),
+        ("cc ac", lambda n, x, y: solve(x, _tame(y), False)),
+    ]
+
+
 def _convolutions() -> list[tuple[str, Callable[..., Any]]]:
     """Not padded: what zeros in the padding make of infinite weights is up to the backend's algorithm."""
 
@@ -181,6 +194,7 @@ def _convolutions() -> list[tuple[str, Callable[..., Any]]]:
         ("cab acc", lambda n, x, k: conv(x, k[:, :1], ("NCW", "OIW", "CWN"), feature_group_count=n["a"])),
         ("acb acc", lambda n, x, k: conv(x, k, plain, batch_group_count=n["a"])),
         ("bca cac", lambda n, x, k: conv(x, k[:1], ("WNC", "IOW", "NWC"), feature_group_count=n["a"])),
+        ("cab acc", lambda n, x, k: conv(x[:, :1], k[:, :1], plain)),
     ]
 
 
@@ -341,7 +355,11 @@ USES: tuple[Use, ...] = (
         top_k=("ab", lambda n, x: lax.top_k(x, min(n["b"], 2))),
         fft=("acb", lambda n, x: lax.fft(x, "fft", (n["c"], n["b"]))),
         cholesky=_square(lambda x: lax.linalg.cholesky(_definite(x), symmetrize_input=False)),
-        triangular_solve=("acc acb", lambda n, x, y: lax.linalg.triangular_solve(_definite(x), y, left_side=True)),
+        triangular_solve=_triangular_solves(),
+        tridiagonal_solve=[
+            ("ab abc", lambda n, x, y: lax.linalg.tridiagonal_solve(*_bands(x), y)),
+            ("c ca", lambda n, x, y: lax.linalg.tridiagonal_solve(*_bands(x), y)),
+        ],
         lu=_square(lambda x: lax.linalg.lu(_definite(x))),
         qr=_square(lambda x: jnp.abs(lax.linalg.qr(_definite(x))[1])),
         eigh=_square(lambda x: lax.linalg.eigh(_definite(x), symmetrize_input=False)[1]),
@@ -380,6 +398,14 @@ def _converted(x: Any, dtype: str) -> Any:
 def _tame(x: Any) -> Any:
     """Finite and small."""
     return jnp.where(jnp.isfinite(x), x, jnp.ones((), x.dtype)) / 4
+
+
+def _bands(x: Any) -> tuple[Any, Any, Any]:
+    """The three diagonals of systems in which the middle one is the largest."""
+    small, last = _tame(x), x.shape[-1] - 1
+    at = jnp.arange(x.shape[-1])
+    zero = jnp.zeros((), x.dtype)
+    return jnp.where(at > 0, small, zero), small + jnp.asarray(8, x.dtype), jnp.where(at < last, small, zero)
 
 
 def _definite(x: Any) -> Any:

@@ -65,7 +65,17 @@ MOST_STATES = 400
 CHUNK = 60
 #: Relative error for which a float counts as equal, in units of its rounding, and the same for matrix decompositions.
 ROUNDINGS = 16
-DECOMPOSITIONS = ("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "householder_product", "fft")
+DECOMPOSITIONS = (
+    "cholesky",
+    "triangular_solve",
+    "tridiagonal_solve",
+    "lu",
+    "qr",
+    "eigh",
+    "svd",
+    "householder_product",
+    "fft",
+)
 
 Line = tuple[str, str]
 

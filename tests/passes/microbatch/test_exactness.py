@@ -222,6 +222,72 @@ def test_sums_in_a_loop_are_rounded_once(name: str, form: str) -> None:
     np.testing.assert_array_equal(*(np.asarray(a).astype(np.float32) for a in (got, expected)))
 
 
+# Examples side by side
+
+
+def solved(matrix: Any, x: Any) -> Any:
+    """One system for all examples, by a Cholesky decomposition of the matrix: a Gaussian likelihood has it."""
+    return jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(matrix @ matrix.T + jnp.eye(4)), x)
+
+
+def bands_solved(matrix: Any, x: Any) -> Any:
+    """One tridiagonal system for all examples: an implicit step of diffusion."""
+    middle, zero = 2 + matrix[0] ** 2, jnp.zeros(1)
+    sides = x.reshape(4, -1)
+    upper = jnp.concatenate([matrix[1, 1:], zero])
+    return jax.lax.linalg.tridiagonal_solve(jnp.concatenate([zero, matrix[2, 1:]]), middle, upper, sides).ravel()
+
+
+SIDE_BY_SIDE = {
+    "cholesky": (jax.vmap(solved, (None, 0)), "triangular_solve"),
+    "lu": (jax.vmap(lambda m, x: jnp.linalg.solve(m + 3 * jnp.eye(4), x), (None, 0)), "triangular_solve"),
+    "positions": (jax.vmap(jax.vmap(solved, (None, 0)), (None, 0)), "triangular_solve"),
+    "bands": (jax.vmap(bands_solved, (None, 0)), "tridiagonal_solve"),
+}
+
+
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_examples_are_right_hand_sides_of_one_system(name: str) -> None:
+    apply, primitive = SIDE_BY_SIDE[name]
+
+    def step(matrix: Any, b: Any) -> Any:
+        return jax.value_and_grad(lambda m: jnp.mean(apply(m, jnp.tanh(b @ m)) ** 2))(matrix)
+
+    shape = (6, 3, 4) if name == "positions" else (6, 4)
+    matrix, batch = np.random.default_rng(0).standard_normal((4, 4)), np.random.default_rng(1).standard_normal(shape)
+    divided, got, expected = in_microbatches(step, matrix, batch)
+    assert primitive in in_loop(divided)
+    assert divided.loop_share > 0.9
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_each_example_has_a_kernel_for_one_picture(grouped: bool) -> None:
+    """As a generator modulates its kernels: the first picture is a parameter, the same for all examples."""
+
+    def step(picture: Any, b: Any) -> Any:
+        def loss(picture: Any) -> Any:
+            count, features = b.shape[0], picture.shape[0]
+            pictures = jnp.broadcast_to(picture, (count, *picture.shape)) if grouped else picture
+            kernels = b.reshape(count * features, features, 3)  # of (output features, input features, width)
+            rows = pictures.reshape(1, -1, picture.shape[1])
+            groups = count if grouped else 1
+            return jnp.mean(jax.lax.conv_general_dilated(rows, kernels, (1,), "SAME", feature_group_count=groups) ** 2)
+
+        return jax.value_and_grad(loss)(picture)
+
+    picture, batch = (
+        np.random.default_rng(0).standard_normal((2, 5)),
+        np.random.default_rng(1).standard_normal((4, 2, 2, 3)),
+    )
+    divided, got, expected = in_microbatches(step, picture, batch)
+    assert "conv_general_dilated" in in_loop(divided)
+    assert divided.loop_share > 0.9
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, 1e-9, 1e-12)
+
+
 # Two loops
 
 
