@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autopar.errors import ArgumentError, GraphError, MicrobatchError
+from autopar.errors import ArgumentError, MicrobatchError
+from autopar.ir.graph import Op
 from autopar.ir.keyed import grouped
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.microbatches import Microbatches
@@ -126,7 +127,8 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
 
     Raises:
         ArgumentError: borders that are not ascending layers.
-        MicrobatchError: the step needs two loops over its microbatches, both with backward passes.
+        MicrobatchError: the step needs two loops over its microbatches, both with backward passes, or an operation
+            ties gradients of several stages together.
         GraphError: an earlier stage would read a value that a later one computes.
     """
     first_layers = (0, *borders)
@@ -217,20 +219,40 @@ def _routes(
             reads[key].add(value)
             writes[source].add(value)
             if source[0] != key[0]:
-                transfers.setdefault(_transfer(source, key, value), set()).add(value)
+                transfer = _transfer(source, key)
+                if transfer is None:
+                    raise MicrobatchError(_made_later(ops, source, key, value))
+                transfers.setdefault(transfer, set()).add(value)
                 if source[1] == "F" and source[0] > key[0]:
                     reads[source[0], "B"].add(value)
     return {transfer: tuple(sorted(transfers[transfer])) for transfer in sorted(transfers)}, reads, writes
 
 
-def _transfer(source: StagePass, target: StagePass, value: int) -> Transfer:
-    """The transfer by which a value reaches another stage."""
+def _transfer(source: StagePass, target: StagePass) -> Transfer | None:
+    """The transfer by which a value reaches another stage; None where the other stage's pass runs first."""
     (a, produced), (b, read) = source, target
     if produced == "F" and a < b:
         return Transfer("F", a, b)
     if produced != "W" and read != "F" and a > b:
         return Transfer("B", a, b)
-    raise GraphError(f"pass {read} of stage {b} reads %{value}, which pass {produced} of stage {a} makes later")
+    return None
+
+
+def _made_later(ops: Mapping[StagePass, Sequence[PlacedOp]], source: StagePass, target: StagePass, value: int) -> str:
+    """Why a step has no such stages, with the operation that reads a value too early and the one that makes it."""
+    maker = next(p.op for p in ops[source] if value in p.op.outputs)
+    reader = next(p.op for p in ops[target] if value in stage_passes.block_operands(p))
+    (a, produced), (b, read) = source, target
+    return (
+        f"the step cannot be cut into stages here: {_at(reader)}, in pass {read} of stage {b}, reads what {_at(maker)} "
+        f"makes, in pass {produced} of stage {a}, which runs later. An operation with several results, such as "
+        "jax.lax.optimization_barrier, makes them in one stage: give values of several layers one each, use another "
+        "number of stages, or one mesh (leave out stages and schedule)."
+    )
+
+
+def _at(op: Op) -> str:
+    return f"{op.name} at {op.source}" if op.source else op.name
 
 
 def _pass(

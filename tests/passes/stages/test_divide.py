@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import zoo
-from autopar.errors import GraphError
+from autopar.errors import GraphError, MicrobatchError
 from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.layers.find import Layers, find
@@ -278,3 +278,25 @@ def test_layers_out_of_order_are_refused() -> None:
     backwards = replace(layers, forward=layers.forward[::-1])
     with pytest.raises(GraphError, match=r"in stage 0 reads what stage 1 makes; nn\.py:\d+"):
         divide(split(graph, COUNT), backwards, (1,))
+
+
+def test_gradients_of_two_stages_tied_together_are_refused_with_their_lines() -> None:
+    """A barrier makes two gradients in the stage before the one whose weights one of them belongs to."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            a, b, c, d = weights
+            hidden = jnp.tanh(x @ a) @ b
+            tied, _ = jax.lax.optimization_barrier((hidden, d[:8]))
+            return jnp.mean((jnp.tanh(hidden * tied.mean(-1, keepdims=True) @ c) @ d) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weights = abstract(8, 32), abstract(32, 4), abstract(4, 32), abstract(32, 4)
+    graph = trace(step, weights, abstract(16, 8)).graph
+    divided, layers = split(graph, 2), find(graph)
+    second = max(i for i, index in enumerate(layers.forward) if graph.ops[index].name == "tanh")
+    line = r"test_divide\.py:\d+"
+    reads = rf"pad at {line}, in pass B of stage 1, reads what optimization_barrier at {line} makes"
+    with pytest.raises(MicrobatchError, match=reads):
+        divide(divided, by_hand(layers, second), (1,))
