@@ -291,10 +291,13 @@ def _check_agrees(s: Settings, plan: Plan) -> None:
             )
 
 
-def check_one_stage(s: Settings) -> None:
-    """ArgumentError for a schedule of several stages, where there is one."""
+def check_one_stage(s: Settings, excluded: str | None = None) -> None:
+    """ArgumentError for a schedule of several stages, where there is one; `excluded`: what excludes a search."""
     if s.schedule not in ("auto", "none"):
-        raise ArgumentError(f"schedule={s.schedule!r} orders the stages of a pipeline; give stages=2 or more with it")
+        none = f", and stages are not searched with {excluded}" if s.stages == "search" and excluded else ""
+        raise ArgumentError(
+            f"schedule={s.schedule!r} orders the stages of a pipeline{none}; give stages=2 or more with it"
+        )
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -128,7 +128,7 @@ def _searched(call: Call, s: Settings) -> PlannedStep:
     excluded = excludes_search(s, traced)
     if excluded is None and searches_stages(s, traced.graph):
         return search_stages(call, s)
-    check_one_stage(s)
+    check_one_stage(s, excluded)
     if s.stages == "search":
         warn(f"{name}: stages are not searched with {excluded}; the step is planned on one mesh")
     return plan_one_mesh(call, s)

@@ -525,17 +525,30 @@ def _microbatches(
 ) -> tuple[int, tuple[int, ...]]:
     """The number of microbatches, and the argument leaves that are divided into them."""
     chosen = "auto" if leaves is None else leaves
-    if isinstance(asked, int):
-        return asked, batch_leaves(graph, asked, chosen)
     try:
-        batch = batch_leaves(graph, 1, chosen)
-    except MicrobatchError:  # no argument holds a batch
-        return 1, ()
+        batch = batch_leaves(graph, asked if isinstance(asked, int) else 1, chosen)
+    except MicrobatchError:
+        if isinstance(asked, int):
+            raise
+        return 1, ()  # no argument holds a batch
+
+    def fits(count: int) -> bool:
+        return not SCHEDULES[schedule].size_error(Size(ranks, count, _chunks(schedule)))
+
+    if isinstance(asked, int) and fits(asked):
+        return asked, batch
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
-    complaint = SCHEDULES[schedule].size_error
-    return next(
-        _numbers(extent, PIPELINES.per_rank * ranks, lambda m: not complaint(Size(ranks, m, _chunks(schedule)))), 1
-    ), batch
+    wanted = asked if isinstance(asked, int) else PIPELINES.per_rank * ranks
+    number = next(_numbers(extent, wanted, fits), None)
+    if isinstance(asked, int) or number is None:
+        needs = f"schedule {schedule} needs microbatches in groups of {ranks}, one per rank, and"
+        if number is None:
+            raise ScheduleError(
+                f"{needs} no multiple of {ranks} divides the batch of {extent}; use a batch or stages with one, or "
+                "schedule 1f1b, which takes any number"
+            )
+        raise ScheduleError(f"{needs} got {asked}; use {number}, or schedule 1f1b, which takes any number")
+    return number, batch
 
 
 def _numbers(extent: int, wanted: int, fits: Callable[[int], bool]) -> Iterator[int]:

@@ -314,3 +314,9 @@ def test_state_that_is_sharded_along_an_axis_of_replicated_computation_is_told()
     assert plan.summary().splitlines()[1] == (
         "computation replicated over x (8 ways); weights sharded over x (FSDP, ZeRO-3)"
     )
+
+
+def test_one_microbatch_is_singular() -> None:
+    model = zoo.build("mlp-toy", batch=16)
+    plan = planned(model.step, model.abstract_args(), None, (2,), stages=2, num_microbatches=1)
+    assert describe(plan).startswith("2 stages, 1 microbatch, schedule")

@@ -111,7 +111,7 @@ def _name(form: str, shares: Mapping[str, float]) -> str:
 
 
 def _stages(plan: PlanRecord) -> list[str]:
-    microbatches = f"{plan.num_microbatches} microbatches"
+    microbatches = f"{plan.num_microbatches} microbatch{'es' * (plan.num_microbatches > 1)}"
     if not plan.pipelined:
         return [microbatches] if plan.num_microbatches > 1 else []
     ranks = len({stage.rank for stage in plan.stages})

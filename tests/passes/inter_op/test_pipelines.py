@@ -375,6 +375,26 @@ def test_what_may_be_computed_per_microbatch_is_named(accepted: Any) -> None:
         ({"schedule": "none"}, ScheduleError, "schedule='none' is for one stage, and stages=2; use 'auto' or"),
         ({"schedule": "inference"}, ScheduleError, "'inference' has no backward passes and the step has; use 'gpipe'"),
         ({"stages": 1, "schedule": "gpipe"}, ArgumentError, "schedule='gpipe' orders the stages .* give stages=2"),
+        (
+            {"stages": "search", "schedule": "gpipe"},
+            ArgumentError,
+            "schedule='gpipe' orders the stages of a pipeline, and stages are not searched with mesh=; give stages=2",
+        ),
+        (
+            {"stages": 4, "schedule": "interleaved-1f1b", "num_microbatches": 2},
+            ScheduleError,
+            "needs microbatches in groups of 4, one per rank, and got 2; use 4, or schedule 1f1b",
+        ),
+        (
+            {"stages": 3, "schedule": "interleaved-1f1b", "num_microbatches": 4},
+            ScheduleError,
+            "in groups of 3, one per rank, and no multiple of 3 divides the batch of 16; use a batch or stages",
+        ),
+        (
+            {"stages": 3, "schedule": "interleaved-1f1b"},
+            ScheduleError,
+            "in groups of 3, one per rank, and no multiple of 3 divides the batch of 16; use a batch or stages",
+        ),
         ({"stages": "auto", "schedule": "gpipe"}, ArgumentError, "schedule='gpipe' orders the stages .* give stages=2"),
         ({"stages": 3, "mesh": (4, 2)}, MeshError, r"cut from the first axis .* use stages of 1, 2, 4, another mesh"),
         ({"stages": 9}, MeshError, r"stages=9 need as many devices at least, mesh \{'x': 8\} has 8"),
