@@ -11,6 +11,7 @@ import typer
 from autopar.cli.options import Json, PinTexts, StrategyTexts, pins_of, report, say, show, sizes, telling
 from autopar.cli.step import Step, with_step
 from autopar.errors import ArgumentError
+from autopar.ir.text import seconds
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
@@ -128,7 +129,7 @@ def _written(plan: Plan, output: Path, as_json: bool) -> None:
         show({"written_to": str(output), "stages": len(plan.stages), "step_time_s": plan.step_time_s})
     else:
         stages = f"{len(plan.stages)} stages, " if plan.pipelined else ""
-        say(f"{stages}{plan.step_time_s:.6g} s per step, written to {output}")
+        say(f"{stages}{seconds(plan.step_time_s)} per step, written to {output}")
 
 
 def _changes(changes: Sequence[str], pins: Mapping[str, Any], hosts: int | None) -> dict[str, Any]:

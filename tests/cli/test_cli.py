@@ -446,7 +446,7 @@ def test_report_writes_a_page(autopar, tmp_path):
     assert autopar("plan", "mlp-toy", "--mesh", "2", "--output", plan)[0] == 0
     status, out, err = autopar("report", "mlp-toy", page, "--mesh", "2")
     assert (status, out) == (0, "")
-    assert re.fullmatch(rf"[\d.e-]+ s per step, written to {re.escape(str(page))}\n", err)
+    assert re.fullmatch(rf"[\d.]+ [mun]s per step, written to {re.escape(str(page))}\n", err)
     status, out, err = autopar("report", plan, again, "--json")
     assert (status, err, json.loads(out)["stages"]) == (0, "", 1)
     title = "<title>Plan for 2 devices of dgx-h100, mesh (x=2)</title>"
