@@ -54,6 +54,7 @@ class Memory:
         peak_bytes: most bytes that a device holds at once.
         at: the operation that runs then.
         source: its line in the user's code, empty if none.
+        phase: its phase, empty for the arguments and the results.
         kinds: kind of tensor -> bytes per device at the peak; with on-chip memory their sum exceeds the peak by it.
         largest: the largest tensors alive then, largest first.
     """
@@ -61,6 +62,7 @@ class Memory:
     peak_bytes: int
     at: str
     source: str
+    phase: str
     kinds: Mapping[str, int]
     largest: tuple[Tensor, ...]
 
@@ -77,6 +79,7 @@ def report(liveness: Liveness, assignment: Ints) -> Memory:
         round(peak),
         ("the arguments" if moment is None else "the results") if op is None else f"{op.tag} {op.name}",
         "" if op is None else op.source,
+        "" if op is None else op.phase,
         {kind: round(of_kind[kind]) for kind in KINDS if of_kind.get(kind)},
         tuple(kinds.tensor(kind, value, nbytes) for (kind, value), nbytes in largest if nbytes),
     )

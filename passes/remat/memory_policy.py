@@ -31,8 +31,10 @@ from autopar.passes.solver.optimize import Solution, optimize
 
 #: Share of a device's memory that plans leave free when no budget is given.
 MARGIN = 0.1
-#: Kinds of `autopar.cost_models.memory.report` that grow with the batch.
-BATCH_KINDS = ("residuals", "temporaries", "arguments")
+#: Kinds of `autopar.cost_models.memory.report` of which a microbatch has its part. The batch itself is there whole, and
+#: so are the temporaries of the update.
+BATCH_KINDS = ("residuals", "temporaries")
+UPDATE_KINDS = ("residuals",)
 #: Tensors that an error lists.
 SHOWN_TENSORS = 10
 #: Microbatches that an error suggests, at most.
@@ -262,7 +264,8 @@ def _infeasible_message(memory: Memory, budget: float, bound: int, remedies: Rem
 
 def _suggestions(memory: Memory, budget: float, remedies: Remedies) -> Iterator[str]:
     """Changes that would make the smallest plan fit, the cheapest first."""
-    batch_bytes = sum(memory.kinds.get(kind, 0) for kind in BATCH_KINDS)
+    kinds = UPDATE_KINDS if memory.phase == "update" else BATCH_KINDS
+    batch_bytes = sum(memory.kinds.get(kind, 0) for kind in kinds)
     other_bytes = memory.peak_bytes - batch_bytes
     yield from missing_unit(budget)
     if memory.peak_bytes - memory.kinds.get("residuals", 0) <= budget:

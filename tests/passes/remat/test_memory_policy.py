@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -95,11 +96,12 @@ def normalized(w: jax.Array, x: jax.Array) -> Any:
     ("step", "budget", "options", "advised", "silent"),
     [
         (six_products, 60_000, {"num_microbatches": 1, "remat": "none"}, ("num_microbatches=4,", "remat='auto'"), ()),
-        (six_products, 20_000, {"num_microbatches": 2}, ("num_microbatches=16,",), ("remat='auto'",)),
+        (six_products, 30_000, {"num_microbatches": 2}, ("num_microbatches=32,",), ("remat='auto'",)),
+        (six_products, 17_000, {"num_microbatches": 2}, ("times the devices",), ("num_microbatches",)),
         (six_products, 8_000, {}, ("times the devices",), ("num_microbatches", "remat='auto'")),
         (normalized, 50_000, {"remat": "full"}, ("jax.checkpoint",), ("num_microbatches", "remat='auto'")),
     ],
-    ids=["one microbatch", "two", "tried", "batch norm"],
+    ids=["one microbatch", "two", "batch itself", "tried", "batch norm"],
 )
 def test_an_error_advises_what_is_not_tried_and_can_be(
     step: Any, budget: int, options: dict[str, Any], advised: tuple[str, ...], silent: tuple[str, ...]
@@ -110,6 +112,26 @@ def test_an_error_advises_what_is_not_tried_and_can_be(
     advice = str(caught.value).splitlines()[-1]
     assert all(text in advice for text in advised), advice
     assert not any(text in advice for text in silent), advice
+    if count := re.search(r"num_microbatches=(\d+),", advice):
+        more = {**options, "num_microbatches": int(count[1])}
+        fits = autopar.plan(step, *args, mesh=(8,), cluster="dgx-h100", memory_budget=budget, **more)
+        assert peak(fits) <= budget
+
+
+def test_microbatches_are_not_advised_for_the_memory_of_an_update() -> None:
+    """The workspace of a decomposition in the optimizer does not depend on the batch."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        w, moments = state
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        moments = moments + gradient @ gradient.T
+        values, vectors = jnp.linalg.eigh(moments)
+        return (w - (vectors / jnp.sqrt(1 + values)) @ vectors.T @ gradient, moments)
+
+    square, batch = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    with pytest.raises(MemoryBudgetError, match=r"at op\d+ eigh") as caught:
+        autopar.plan(step, (square, square), batch, mesh=(8,), cluster="dgx-h100", memory_budget=8_000)
+    assert "num_microbatches" not in str(caught.value)
 
 
 def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
