@@ -408,6 +408,8 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
         batch = batch_leaves(graph, 1, "auto" if leaves is None else leaves)
     except MicrobatchError:
         return None
+    if not batch:  # batch_argnums=(): no argument holds one
+        return None
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
     pieces = min(cluster.num_devices, PIPELINES.pieces)
     shorter = split_scan.split_scans(graph, pieces, batch)

@@ -21,13 +21,19 @@ def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto
     extents, the one with more elements. Scalars among chosen leaves are the same for all microbatches.
 
     Raises:
-        MicrobatchError: there is none, or the leading extent of one is 0 or not divisible by `count`.
+        MicrobatchError: there is none and "auto" or several microbatches are asked for, or the leading extent of one is
+            0 or not divisible by `count`.
     """
     if isinstance(chosen, str):
         chosen = infer_batch(graph)
         if not chosen:
             raise MicrobatchError(_no_batch(graph))
     chosen = [i for i in chosen if graph.types[graph.inputs[i]].rank]
+    if not chosen and count > 1:
+        raise MicrobatchError(
+            f"none of the arguments in batch_argnums has a dimension that {count} microbatches could cut: name those "
+            "that hold the batch, or leave out num_microbatches"
+        )
     for i in chosen:
         shape = graph.types[graph.inputs[i]].shape
         if not shape[0]:

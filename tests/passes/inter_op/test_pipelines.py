@@ -267,6 +267,20 @@ def test_a_function_without_a_backward_pass(model: zoo.Model, inputs: tuple[Any,
     assert_equal(step(state["params"], batch), jax.jit(evaluate)(state["params"], batch))
 
 
+def test_a_search_without_a_batch_gives_one_stage() -> None:
+    """A simulation is fitted to an observation: no dimension of that holds examples."""
+
+    def fitted(field: jax.Array, observed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(lambda x: jnp.sum((jnp.tanh(x @ x.T) - observed) ** 2))(field)
+        return field - 0.1 * gradient, value
+
+    field = jnp.arange(64.0).reshape(8, 8) / 64
+    step = autopar.parallelize(fitted, stages="search", batch_argnums=(), donate_argnums=())
+    plan = step.plan(field, field.T)
+    assert (len(plan.stages), plan.num_microbatches) == (1, 1)
+    assert_equal(step(field, field.T), jax.jit(fitted)(field, field.T))
+
+
 def test_gradients_that_no_microbatch_has_a_part_in_run_without_a_backward_schedule() -> None:
     def fitted(parameters: jax.Array, points: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The marginal likelihood of a Gaussian process: all points are one example."""

@@ -164,3 +164,11 @@ def test_a_batch_without_examples_is_said_to_have_none(chosen: Any, count: int) 
     with pytest.raises(MicrobatchError, match=r"'x' of shape \(0, 4\)") as refused:
         batch_leaves(graph, count, chosen)
     assert "no examples" in str(refused.value)
+
+
+@pytest.mark.parametrize("chosen", [(), (2,)], ids=["nothing", "a number"])
+def test_what_is_named_has_to_have_examples_for_several_microbatches(chosen: tuple[int, ...]) -> None:
+    graph = trace(lambda w, x, rate: (w - rate * (x @ w).sum(0), x), jnp.eye(4), jnp.ones((8, 4)), jnp.ones(())).graph
+    assert batch_leaves(graph, 1, chosen) == ()
+    with pytest.raises(MicrobatchError, match=r"batch_argnums has a dimension that 2 microbatches"):
+        batch_leaves(graph, 2, chosen)
