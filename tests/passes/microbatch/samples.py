@@ -166,13 +166,14 @@ def _pool(init: Any, function: Callable[..., Any]) -> list[tuple[str, Callable[.
 
 
 def _triangular_solves() -> list[tuple[str, Callable[..., Any]]]:
-    """Of one system finite sides only: whether a zero times an infinity is nan depends on how many sides there are."""
+    """Several sides are finite: whether a zero times an infinity is nan depends on how many sides there are."""
 
     def solve(x: Any, y: Any, left: bool) -> Any:
         return lax.linalg.triangular_solve(_definite(x), y, left_side=left, transpose_a=not left)
 
     return [
-        ("acc acb", lambda n, x, y: solve(x, y, True)),
+        ("acc ac", lambda n, x, y: solve(x, y[..., None], True)),
+        ("acc acb", lambda n, x, y: solve(x, _tame(y), True)),
         ("cc ca", lambda n, x, y: solve(x, _tame(y), True)),
         ("cc ac", lambda n, x, y: solve(x, _tame(y), False)),
     ]
