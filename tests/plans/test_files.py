@@ -269,7 +269,11 @@ FITTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     ),
     "microbatches of another program": ("parts", put(4, "num_microbatches"), r"field 'stages\[0\]\.graph_hash' is .*"),
     "recomputation of another program": ("parts", put("none", "remat", 0), r"field 'stages\[0\]\.graph_hash' is .*"),
-    "a batch that is none": ("parts", put([0], "batch"), r"field 'stages\[0\]\.graph_hash' is .*"),
+    "a batch that is none": (
+        "parts",
+        put([0], "batch"),
+        r"the plan .* other microbatches, .*: none of the arguments .*",
+    ),
     "microbatches that do not divide": ("parts", put(3, "num_microbatches"), "the plan recomputes other layers, or .*"),
     "a policy too many": ("parts", put(["full"] * 99, "remat"), "the plan recomputes other layers, or has other .*"),
     "state that cannot wait": (
