@@ -527,29 +527,29 @@ def _microbatches(
 ) -> tuple[int, tuple[int, ...]]:
     """The number of microbatches, and the argument leaves that are divided into them."""
     chosen = "auto" if leaves is None else leaves
+    given = asked if isinstance(asked, int) else None
     try:
-        batch = batch_leaves(graph, asked if isinstance(asked, int) else 1, chosen)
+        batch = batch_leaves(graph, given or 1, chosen)
     except MicrobatchError:
-        if isinstance(asked, int):
+        if given:
             raise
         return 1, ()  # no argument holds a batch
 
     def fits(count: int) -> bool:
         return not SCHEDULES[schedule].size_error(Size(ranks, count, _chunks(schedule)))
 
-    if isinstance(asked, int) and fits(asked):
-        return asked, batch
+    if given and fits(given):
+        return given, batch
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
-    wanted = asked if isinstance(asked, int) else PIPELINES.per_rank * ranks
-    number = next(_numbers(extent, wanted, fits), None)
-    if isinstance(asked, int) or number is None:
-        needs = f"schedule {schedule} needs microbatches in groups of {ranks}, one per rank, and"
-        if number is None:
-            raise ScheduleError(
-                f"{needs} no multiple of {ranks} divides the batch of {extent}; use a batch or stages with one, or "
-                "schedule 1f1b, which takes any number"
-            )
-        raise ScheduleError(f"{needs} got {asked}; use {number}, or schedule 1f1b, which takes any number")
+    number = next(_numbers(extent, given or PIPELINES.per_rank * ranks, fits), None)
+    needs = f"schedule {schedule} needs microbatches in groups of {ranks}, one per rank, and"
+    if number is None:
+        raise ScheduleError(
+            f"{needs} no multiple of {ranks} divides the batch of {extent}; use a batch or stages with one, or "
+            "schedule 1f1b, which takes any number"
+        )
+    if given:
+        raise ScheduleError(f"{needs} got {given}; use {number}, or schedule 1f1b, which takes any number")
     return number, batch
 
 

@@ -382,9 +382,8 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     lines = [grid("published steps", ("", *heads), body)]
-    counts_of = figures(rows)
     for cluster, here in by_cluster(rows).items():
-        counts = counts_of[cluster]
+        counts = figures(here)[cluster]
         right = counts["pairs"] - len(counts["wrong"])
         lines.append(
             f"{cluster}: {right} of {counts['pairs']} pairs in order; Spearman's correlation {counts['spearman']:.2f}"
