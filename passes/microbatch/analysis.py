@@ -337,7 +337,7 @@ class Analyzer:
         """True if the totals that an operation reads may be the microbatch's own."""
         if not self.per_microbatch:
             return False
-        names = {*_names(op), *_names(_source(self, op).op)}
+        names = {*names_of(op), *names_of(_source(self, op).op)}
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.per_microbatch for name in sorted(names))
 
     def _before_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
@@ -376,7 +376,7 @@ def _placed(op: Op, uses: Sequence[_OperandUse], result: RuleResult | None) -> P
     return PlacedOp(op, outer, frozenset([i for i, v in enumerate(uses) if v.own_totals]), result)
 
 
-def _names(op: Op) -> tuple[str, ...]:
+def names_of(op: Op) -> tuple[str, ...]:
     """Names by which `per_microbatch` may refer to an operation: its primitive, its source line, its scopes."""
     return op.name, op.source, *re.findall(r"[^()/]+", str(op.name_stack))
 

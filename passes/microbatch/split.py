@@ -10,6 +10,8 @@ microbatch, from the cut with the largest share                                 
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
@@ -18,7 +20,7 @@ from typing import Literal
 from autopar.cost_models.flops import work
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Graph, Op
-from autopar.passes.microbatch.analysis import Analyzer, GroupedOutsideError, OutsideLimitError
+from autopar.passes.microbatch.analysis import Analyzer, GroupedOutsideError, OutsideLimitError, names_of
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.grouped import Groups, find_groups
 from autopar.passes.microbatch.microbatches import Microbatches
@@ -67,9 +69,11 @@ def split(
 
     Raises:
         MicrobatchError: less than that would run in the loops, or the batch is not divisible.
+        ArgumentError: `count` is less than 1, or a glob matches nothing in the step.
     """
     if count < 1:
         raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
+    _check_globs(graph, per_microbatch)
     leaves = [graph.inputs[i] for i in batch_leaves(graph, count, batch)]
     flat = flatten(graph.ops, graph.outputs, graph.constants)
     groups = find_groups(graph, flat.ops, flat.outputs)
@@ -104,6 +108,21 @@ def split(
         return True
 
     raise MicrobatchError(f"the step does not fall into {count} microbatches: {_refusal(best, per_microbatch, helps)}")
+
+
+def _check_globs(graph: Graph, patterns: Sequence[str]) -> None:
+    """Raises ArgumentError for a glob that matches no source line, scope or primitive of the step."""
+    if all(pattern == "*" for pattern in patterns):
+        return
+    names = sorted({name for op in graph.walk() for name in names_of(op) if name})
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = difflib.get_close_matches(pattern, names, MAX_NAMES, cutoff=0.4)
+            nearest = f"; the nearest: {', '.join(map(repr, near))}" if near else ""
+            raise ArgumentError(
+                f"per_microbatch={pattern!r} matches no source line ('model.py:30'), scope of jax.named_scope or "
+                f"primitive of the step{nearest}"
+            )
 
 
 def _run(analyzer: Callable[..., Analyzer], groups: Groups | None) -> Microbatches:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.errors import MicrobatchError
+from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import split_step
@@ -65,12 +65,19 @@ def test_products_of_the_whole_batch_with_itself_are_no_totals() -> None:
 def test_the_advice_includes_the_globs_that_are_given_and_is_enough() -> None:
     traced = two_layers(lambda h: jnp.tanh((h - h.mean(0)) @ jnp.eye(4)) - 1)
     with pytest.raises(MicrobatchError, match="per_microbatch=") as refused:
-        split_step(traced, COUNT, per_microbatch=("elsewhere.py:1",))
+        split_step(traced, COUNT, per_microbatch=("tanh",))
     advised = re.search(r"per_microbatch=(\(.*?\)) or '\*' for all", str(refused.value))
     assert advised is not None
     patterns = ast.literal_eval(advised[1])
-    assert patterns[0] == "elsewhere.py:1"
+    assert patterns[0] == "tanh"
     split_step(traced, COUNT, per_microbatch=patterns)
+
+
+def test_a_glob_that_matches_nothing_is_refused_with_the_nearest_names() -> None:
+    traced = two_layers(lambda h: jnp.tanh(h))
+    split_step(traced, COUNT, per_microbatch=("tan*",))
+    with pytest.raises(ArgumentError, match=r"per_microbatch='tahn' matches no source line .*; the nearest: 'tanh'"):
+        split_step(traced, COUNT, per_microbatch=("tan*", "tahn"))
 
 
 def test_all_totals_are_advised_where_those_that_a_refusal_names_do_not_suffice() -> None:
