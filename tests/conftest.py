@@ -15,6 +15,7 @@ os.environ["AUTOPAR_CACHE_DIR"] = ""  # a test that kept plans would pass on yes
 import jax
 import pytest
 from _pytest import runner  # the protocol is public only as a hook
+from hypothesis import settings
 
 from autopar.bench.equal.run import quick_flags
 from tests.support import effort, mlir_contexts
@@ -23,6 +24,8 @@ from tests.support.stack_chunk import in_one_chunk
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()  # read when a backend starts
 jax.config.update("jax_num_cpu_devices", 8)
 mlir_contexts.reuse()
+settings.register_profile("suite", deadline=None)  # how fast a machine is decides no test
+settings.load_profile("suite")
 if cache := os.environ.get("AUTOPAR_TEST_JAX_CACHE"):
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -84,7 +84,7 @@ def test_conv_flops(lhs: tuple[int, ...], rhs: tuple[int, ...], kw: dict[str, An
     assert conv_flops(lhs, rhs, **params) == expected == compiler
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     size=st.integers(3, 9),
     taps=st.integers(1, 3),

@@ -99,7 +99,7 @@ def test_only_its_visit_takes_device_memory(backend: Backend) -> None:
     assert all(change[m] == (held[moment] if m in there else 0.0) for m in range(len(after)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31), st.integers(0, 2**31))
 def test_a_peak_without_what_waits_bounds_every_plan_that_has_it_wait(name: str, seen: int, judged: int) -> None:
     graph, model, hosted = program()

@@ -77,7 +77,7 @@ def longest_path(schedule: Schedule, prices: Prices) -> Mapping[Any, float]:
 
 
 @given(schedule=schedules(), data=st.data(), overlap=st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_simulation_is_the_longest_path(schedule: Schedule, data: st.DataObject, overlap: bool) -> None:
     """For unlike stages and transfers, every pass ends when the last thing that it waits for allows."""
     stages = schedule.pipeline.stages
@@ -116,7 +116,7 @@ def test_plain_placement_uses_one_device_at_a_time(p: int) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "inference", "terapipe"])
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @given(forward=seconds, backward=seconds)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_utilisation_of_a_flushed_pipeline(name: str, p: int, m: int, forward: int, backward: int) -> None:
     """m / (m + p - 1), and (p - 1) / m over the ideal (Huang et al., 2019; Narayanan et al., 2021)."""
     simulation = simulate(make(name, Size(p, m)), uniform(p, forward, backward))
@@ -134,7 +134,7 @@ def test_four_stages_go_from_25_to_57_percent() -> None:
 
 @pytest.mark.parametrize(("p", "v", "groups"), [*product((1, 2, 4), (1, 2, 3), (1, 2, 5)), (8, 4, 1)])
 @given(forward=seconds, backward=seconds)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 def test_interleaving_divides_the_bubble(p: int, v: int, groups: int, forward: int, backward: int) -> None:
     """(p - 1) / (v m) over the ideal (Narayanan et al., 2021, section 2.2)."""
     prices = uniform(p * v, forward, backward)
@@ -143,7 +143,7 @@ def test_interleaving_divides_the_bubble(p: int, v: int, groups: int, forward: i
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (3, 7), (4, 4), (4, 12), (8, 8), (8, 20)])
 @given(forward=seconds, backward=seconds, data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_bubble_of_zb_h1(p: int, m: int, forward: int, backward: int, data: st.DataObject) -> None:
     """(p - 1) (F + B - W) for m >= p and W <= F, W <= B (Qi et al., 2023)."""
     weight = data.draw(st.integers(0, min(forward, backward)))
@@ -198,7 +198,7 @@ def test_bubble_of_chimera(p: int, units: int) -> None:
 
 
 @given(p=st.integers(1, 6), slices=st.lists(seconds, min_size=1, max_size=8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_latency_of_terapipe(p: int, slices: list[int]) -> None:
     """sum t_i + (K - 1) max t_i each way, for slices of unlike cost (Li et al., 2021)."""
     schedule = make("terapipe", Size(p, 1, slices=len(slices)))
@@ -293,7 +293,7 @@ def test_prices_have_to_fit() -> None:
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 @given(data=st.data(), forward=seconds, backward=seconds, once=st.integers(0, 5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_closed_forms_are_exact_for_like_stages(
     name: str, data: st.DataObject, forward: int, backward: int, once: int
 ) -> None:
@@ -308,7 +308,7 @@ def test_closed_forms_are_exact_for_like_stages(
 
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_closed_forms_bound_unlike_stages(name: str, data: st.DataObject) -> None:
     """Stages of unlike size but with one ratio of their passes; any passes at all where the form allows it."""
     _, size = data.draw(named_sizes((name,)))
@@ -324,7 +324,7 @@ def test_closed_forms_bound_unlike_stages(name: str, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("name", ["inference", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bounds_that_hold_for_any_passes(name: str, data: st.DataObject) -> None:
     """The form of gpipe bounds 1f1b and eager-1f1b too, whose own form needs one ratio of F to B."""
     _, size = data.draw(named_sizes((name,)))

@@ -38,7 +38,7 @@ def test_every_closed_form_is_simulated() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 @given(p=workers, chunk=chunks)
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 def test_closed_form_is_what_the_messages_cost(kind: str, name: str, p: int, chunk: int) -> None:
     algorithm, nbytes = ALGORITHMS[kind][name], p * chunk
     if not algorithm.runs_on(p):
@@ -144,7 +144,7 @@ def test_round_figures_are_the_limit_for_many_workers(name: str) -> None:
 
 
 @given(p=st.integers(1, 9), count=st.integers(1, 12), chunk=chunks)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_pipelined_server_takes_one_direction_of_its_link(p: int, count: int, chunk: int) -> None:
     """k chunks: N (k + 1) steps of M / k, which tends to the table's N M / b from above, 2 N M / b with one chunk."""
     own = np.random.default_rng(p).integers(-9, 9, size=(p, count, chunk)).astype(float)
@@ -159,7 +159,7 @@ def test_a_pipelined_server_takes_one_direction_of_its_link(p: int, count: int, 
 
 
 @given(hosts=st.integers(2, 5), per_host=st.integers(2, 5), chunk=chunks)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_two_levels_cost_what_their_messages_cost(hosts: int, per_host: int, chunk: int) -> None:
     p, intra, inter = hosts * per_host, (1e-6, 1e-11), (1e-5, 1e-9)
     state, wanted = start("all-reduce", p, chunk, np.random.default_rng(p))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_models.collectives import collective_time
@@ -256,7 +256,6 @@ any_cluster = st.builds(
 
 
 @given(any_cluster | st.lists(any_cluster, min_size=1, max_size=3).map(Cluster.joined))
-@settings(deadline=None)
 def test_saved_clusters_are_read_again(cluster: Cluster) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"

@@ -68,7 +68,7 @@ def test_the_quick_check_trusts_equal_keys() -> None:
         check(broken("length"), thorough=False)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems)
 def test_absorbing_loops_changes_no_value(problem: Problem) -> None:
     without = absorb_loops(problem)
@@ -76,7 +76,7 @@ def test_absorbing_loops_changes_no_value(problem: Problem) -> None:
     np.testing.assert_allclose(all_values(without)[1], all_values(problem)[1], atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems)
 def test_restricting_keeps_the_values_of_remaining_assignments(problem: Problem) -> None:
     keep = tuple(np.arange(0, len(n.cost), 2) for n in problem.nodes)

@@ -261,7 +261,7 @@ def test_a_file_that_is_valid_and_wrong_is_planned_again(folder: Path) -> None:
     (file,) = folder.iterdir()
 
     @seed(1)
-    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=25, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(edited(file.read_text()))
     def edits(edit: tuple[str, str]) -> None:
         for kept in folder.iterdir():

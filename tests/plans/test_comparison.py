@@ -131,7 +131,7 @@ def test_the_ratio_at_its_ends(predicted: list[tuple[str, int]], emitted: list[t
 
 
 @given(st.lists(PIECES, max_size=8), st.lists(PIECES, max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_nothing_is_lost_and_equal_sides_match(left: list[Collective], right: list[Collective]) -> None:
     assert compare(left, reversed(left), SIZES).predicted_only == ()
     result = compare(left, right, SIZES)

@@ -477,7 +477,7 @@ def carry_out(case: Case, path: Path, *, runs: bool) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), results, expected)
 
 
-QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize(("name", "examples"), [("whole", 60), ("stages", 20), ("parts", 20)])

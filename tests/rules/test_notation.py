@@ -34,13 +34,13 @@ def shapes(rule: Rule, side: str) -> list[tuple[int, ...]]:
 
 
 @given(rules())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_printing_and_parsing_round_trip(rule: Rule) -> None:
     assert parse(str(rule), shapes(rule, "operands"), shapes(rule, "results")) == rule
 
 
 @given(rules())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_free_factors_can_be_sharded(rule: Rule) -> None:
     assert {*rule.free} == {f for f, size in enumerate(rule.sizes) if size > 1} - {*rule.need_replication}
 

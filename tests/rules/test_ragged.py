@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.lax import RaggedDotDimensionNumbers
 from jax.sharding import PartitionSpec as P
@@ -98,7 +98,6 @@ def test_rows_that_the_sizes_cannot_count_are_not_sharded(dtype: str, rows: int)
     assert str(rules_of(graph)[op.signature]) == "a b, c b d, c -> a d | reduce b | keep a c"
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.sampled_from(["int32", "uint8", "int8"]))
 def test_the_groups_of_a_block(sizes: list[int], dtype: str) -> None:
     group_of_row = np.repeat(np.arange(len(sizes)), sizes)[:48]

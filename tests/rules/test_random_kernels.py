@@ -85,10 +85,10 @@ def random_kernels(draw: Any) -> Kernel:
 
 
 #: The first example that `find` meets, and no smaller one.
-FIRST = settings(deadline=None, max_examples=2000, phases=[Phase.generate])
+FIRST = settings(max_examples=2000, phases=[Phase.generate])
 
 
-@settings(max_examples=examples(32), deadline=None)
+@settings(max_examples=examples(32))
 @given(random_kernels())
 def test_random_kernels_are_whole_when_cut(kernel: Kernel) -> None:
     assert_cut_is_whole(kernel)
@@ -137,7 +137,7 @@ def tabled_kernels(draw: Any) -> Kernel:
     return run, (table, array(2 * n, 2 * n, dtype=jnp.int32))
 
 
-@settings(max_examples=examples(32), deadline=None)
+@settings(max_examples=examples(32))
 @given(tabled_kernels())
 def test_random_kernels_with_tables_are_whole_when_cut(kernel: Kernel) -> None:
     assert_cut_is_whole(kernel)

@@ -115,7 +115,7 @@ def test_a_kernel_that_uses_its_row_in_another_way_is_no_sum() -> None:
 # Tables
 
 
-@settings(max_examples=examples(24), deadline=None)
+@settings(max_examples=examples(24))
 @given(st.data())
 def test_a_device_computes_the_blocks_of_its_queries_that_the_mask_has(data: Any) -> None:
     rows, columns, parts = 4, data.draw(st.sampled_from([2, 3, 5])), data.draw(st.sampled_from([1, 2, 4]))

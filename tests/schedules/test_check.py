@@ -40,14 +40,14 @@ def computes(schedule: Schedule, seed: int) -> bool:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_schedule_passes_within_its_bounds(name: str, data: st.DataObject) -> None:
     _, size = data.draw(named_sizes((name,), most=7))
     check(make(name, size), bounds(name, size))
 
 
 @given(schedule=schedules(SYNCHRONOUS), seed=st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_synchronous_schedules_compute_the_step(schedule: Schedule, seed: int) -> None:
     check(schedule)
     assert Machine(schedule).execute(seed) == pytest.approx(expected(schedule.pipeline), rel=1e-9, abs=1e-12)
@@ -99,7 +99,7 @@ HARMLESS = {"swap", "swap neighbours", "move"}  # some of these change nothing t
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @given(schedule=schedules(SYNCHRONOUS, most=3), data=st.data(), seed=st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_passes_is_what_computes(mutation: str, schedule: Schedule, data: st.DataObject, seed: int) -> None:
     lists = [list(instructions) for instructions in schedule.lists]
     rank = data.draw(st.integers(0, len(lists) - 1))

@@ -55,7 +55,7 @@ def test_all_lists_differ() -> None:
 
 
 @given(schedule=schedules())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_lists_are_read_back_from_their_text(schedule: Schedule) -> None:
     assert parse_schedule(str(schedule), schedule.pipeline, schedule.name) == schedule
 

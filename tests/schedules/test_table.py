@@ -36,7 +36,7 @@ def published(name: str, p: int, m: int, v: int, rank: int) -> int:
 
 @pytest.mark.parametrize("name", [*RUNNABLE, "pipedream"])
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_published_stash_is_reached_and_not_passed(name: str, data: st.DataObject) -> None:
     _, size = data.draw(named_sizes((name,), most=8))
     wanted = tuple(published(name, size.ranks, size.items, size.chunks, rank) for rank in range(size.ranks))
@@ -54,7 +54,7 @@ def test_chimera_holds_between_half_and_all(p: int, units: int) -> None:
 
 
 @given(p=st.integers(1, 6), extra=st.integers(0, 4), batches=st.integers(2, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_versions_of_the_weights(p: int, extra: int, batches: int) -> None:
     """PipeDream keeps p - s versions on stage s, PipeDream-2BW two, AMPNet and everything synchronous one."""
     size = Size(p, p + extra, batches=batches)

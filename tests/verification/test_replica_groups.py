@@ -60,7 +60,7 @@ def test_a_group_of_one_device_communicates_nothing(groups: str) -> None:
 
 
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=3), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_listed_and_iota_groups_agree_on_any_mesh(sizes: list[int], data: st.DataObject) -> None:
     names = tuple("abc"[: len(sizes)])
     used = sorted(data.draw(st.sets(st.integers(0, len(sizes) - 1), min_size=1)))

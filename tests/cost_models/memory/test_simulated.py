@@ -43,7 +43,7 @@ def assignments(planned_step: Planned, seed: int) -> np.ndarray:
     return np.array([rng.integers(len(n.cost)) for n in planned_step.model.problem.nodes], np.int64)
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_rows_agree_with_the_peak_and_never_exceed_it(name: str, backend: str, seed: int) -> None:
     planned_step, lives = toy(name, backend)
@@ -56,7 +56,7 @@ def test_rows_agree_with_the_peak_and_never_exceed_it(name: str, backend: str, s
     assert max(r.value(planned_step.model.problem, assignment) for r in some_rows) <= peak_bytes * (1 + 1e-9)
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_rows_over_a_bound_are_local_peaks_the_highest_first(name: str, backend: str, seed: int) -> None:
     planned_step, lives = toy(name, backend)
@@ -73,7 +73,7 @@ def test_rows_over_a_bound_are_local_peaks_the_highest_first(name: str, backend:
     assert not lives.over(assignment, peak * (1 + 1e-9))
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(st.sampled_from(TOYS), st.sampled_from(("cpu", "gpu")), st.integers(0, 2**31))
 def test_sizes_are_those_of_decoded_layouts(name: str, backend: str, seed: int) -> None:
     planned_step, lives = toy(name, backend)
@@ -96,7 +96,7 @@ def test_sizes_are_those_of_decoded_layouts(name: str, backend: str, seed: int) 
     assert checked > len(planned_step.graph.inputs)
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_the_peak_is_that_of_a_plain_simulation(name: str, backend: str, seed: int) -> None:
     planned_step, lives = toy(name, backend)
@@ -114,7 +114,7 @@ def test_the_peak_is_that_of_a_plain_simulation(name: str, backend: str, seed: i
     assert lives.peak(assignment)[0] == pytest.approx(arguments + most, rel=1e-9)
 
 
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_a_smaller_footprint_is_smaller_in_every_row(name: str, backend: str, seed: int) -> None:
     planned_step, lives = toy(name, backend)

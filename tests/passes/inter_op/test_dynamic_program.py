@@ -87,7 +87,7 @@ def questions(draw: st.DrawFn) -> Question:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(questions())
 def test_the_search_equals_brute_force(q: Question) -> None:
     fastest_divisions = search(q)
@@ -165,7 +165,7 @@ def test_a_division_fits_under_the_microbatches_in_flight() -> None:
     assert search(replace(q, memory=(5.9, 5.9))) == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(questions(), st.floats(0.5, 1.5))
 def test_only_what_is_better_than_what_is_known_is_found(q: Question, share: float) -> None:
     best = by_force(q)

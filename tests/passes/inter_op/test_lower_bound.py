@@ -102,7 +102,7 @@ def test_layers_take_no_less_in_a_stage_than_their_bounds(model: str, cluster: s
             assert sum(of_layers[first:last]) <= optimum(model, cluster, n, first, last) * (1 + 1e-9)
 
 
-@settings(max_examples=examples(12), deadline=None, derandomize=True)
+@settings(max_examples=examples(12), derandomize=True)
 @given(st.data())
 def test_layers_pay_no_more_for_bytes_than_their_stage(data: st.DataObject) -> None:
     """At any price of a byte, whatever plan the stage has."""
@@ -164,7 +164,7 @@ def random_question(data: st.DataObject) -> tuple[Question, list[Floats]]:
     return Question(layers, devices, where, prices, memory, microbatches, lambda s: s, None, stages), paths
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_least_step_is_that_of_brute_force(data: st.DataObject) -> None:
     question, paths = random_question(data)
@@ -227,7 +227,7 @@ def step_bound(cluster: str, policy: str, memory: float | None = None) -> float:
     return PipelineBound(of, SearchSpace(of.batch, (2, 4), policies=(policy,), memory=memory)).least()
 
 
-@settings(max_examples=examples(8), deadline=None, derandomize=True)
+@settings(max_examples=examples(8), derandomize=True)
 @given(st.data())
 def test_no_planned_pipeline_is_faster_than_the_bound(data: st.DataObject) -> None:
     """Any division, number of microbatches, schedule and rematerialisation, every stage planned as a whole."""

@@ -111,7 +111,7 @@ def test_bounds_hold_and_tell_dear_layouts_from_cheap_ones():
             assert min(excess)[0] <= ROUNDING * objective
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(0, 10_000))
 def test_the_least_of_all_layouts_is_the_optimum(seed):
     drawn = program(seed)

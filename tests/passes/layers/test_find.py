@@ -136,7 +136,7 @@ def crossing(graph: Graph, before: set[int]) -> list[int]:
     return sorted({a for op in behind for a in op.inputs if isinstance(a, int) and a in before})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from("tsrm"), min_size=1, max_size=9))
 def test_layers_cover_the_forward_pass_with_the_values_that_cross(letters: list[str]) -> None:
     def loss(w: Any, x: Any) -> Any:
@@ -155,7 +155,7 @@ def test_layers_cover_the_forward_pass_with_the_values_that_cross(letters: list[
         assert list(values) == crossing(graph, before)
 
 
-@settings(max_examples=examples(25), deadline=None, derandomize=True)
+@settings(max_examples=examples(25), derandomize=True)
 @given(st.data())
 def test_rematerialised_programs_keep_their_layers(data: st.DataObject) -> None:
     """Whichever layers are rematerialised, and however irregularly."""

@@ -42,7 +42,7 @@ def quality(layers: Layers, borders: tuple[int, ...]) -> tuple[float, int, float
     return max(amounts), crossing, sum(n * n for n in amounts), tuple(-b for b in borders)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 12), min_size=3, max_size=7), st.integers(1, 4))
 def test_borders_are_optimal(widths: list[int], stages: int) -> None:
     layers = chain(widths)

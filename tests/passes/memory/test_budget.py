@@ -85,14 +85,14 @@ def proven(problem: Problem, source: Points, budget: float, **how: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 6), share=st.floats(0, 1))
 def test_equals_brute_force(way: str, problem: Problem, seed: int, points: int, share: float) -> None:
     source = random_points(problem, seed, points, shown=seed % 3)
     proven(problem, source, some_budget(problem, source, share), **EXACT, **WAYS[way])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problem=dense_problems, seed=st.integers(0, 10**6), share=st.floats(0, 0.5))
 def test_dense_problems(problem: Problem, seed: int, share: float) -> None:
     source = random_points(problem, seed, 4)
@@ -100,7 +100,7 @@ def test_dense_problems(problem: Problem, seed: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("way", ["default", "unfolded", "cbc"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1), share=st.floats(0, 1))
 def test_layers_that_live_at_different_times(way: str, seed: int, shift: int, share: float) -> None:
     """Folded, bounds and optimum still are those of the unfolded problem, where layers need not be symmetric."""
@@ -109,7 +109,7 @@ def test_layers_that_live_at_different_times(way: str, seed: int, shift: int, sh
     proven(problem, source, some_budget(problem, source, share), **EXACT, **WAYS[way])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=dense_problems, seed=st.integers(0, 10**6), share=st.floats(0, 1), target=st.sampled_from([1e-3, 0.05]))
 @example(problem=random_problem(544325, 6, 20), seed=108, share=0.75, target=1e-3)  # of which HiGHS gave dearer values
 def test_a_target_is_kept_and_the_bound_holds(problem: Problem, seed: int, share: float, target: float) -> None:
@@ -123,7 +123,7 @@ def test_a_target_is_kept_and_the_bound_holds(problem: Problem, seed: int, share
     assert solution.objective <= best * (1 + 2 * target) + 1e-12
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 5))
 def test_the_least_peak_equals_brute_force(problem: Problem, seed: int, points: int) -> None:
     source = random_points(problem, seed, points)
@@ -139,7 +139,7 @@ def test_the_least_peak_equals_brute_force(problem: Problem, seed: int, points: 
     assert least_peak.seconds == pytest.approx(problem.value(least_peak.assignment), abs=1e-12)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 5), share=st.floats(0, 1))
 def test_a_proof_that_no_plan_fits_replaces_the_least_peak(
     problem: Problem, seed: int, points: int, share: float

@@ -36,7 +36,7 @@ def holds(problem: Problem, source: Points) -> None:
     assert pareto.least_bytes <= peaks[feasible].min() + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 5))
 def test_every_point_is_real_and_no_plan_lies_below_the_envelope(problem: Problem, seed: int, points: int) -> None:
     source = random_points(problem, seed, points)
@@ -44,14 +44,14 @@ def test_every_point_is_real_and_no_plan_lies_below_the_envelope(problem: Proble
     holds(problem, source)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
 def test_equal_layers(seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)
     holds(problem, layered_points(problem, 3, seed))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4), shown=st.integers(1, 4))
 def test_the_least_peak_and_its_bound_without_an_ilp(problem: Problem, seed: int, points: int, shown: int) -> None:
     source = random_points(problem, seed, points, shown=shown)

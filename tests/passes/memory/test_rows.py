@@ -59,7 +59,7 @@ def totals_of_lifted(presolved: PresolvedProblem, problem: Problem, source: Poin
 
 
 @pytest.mark.parametrize("how", HOWS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
 def test_plans_of_the_presolved_problem_cost_the_same_unfolded(
     how: SymmetryReduction, problem: Problem, seed: int, points: int
@@ -70,7 +70,7 @@ def test_plans_of_the_presolved_problem_cost_the_same_unfolded(
 
 
 @pytest.mark.parametrize("how", HOWS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
 def test_folded_layers_cost_and_hold_the_same_unfolded(how: SymmetryReduction, seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)
@@ -81,7 +81,7 @@ def test_folded_layers_cost_and_hold_the_same_unfolded(how: SymmetryReduction, s
     np.testing.assert_allclose(claimed, true, atol=1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
 def test_presolve_keeps_an_optimum_at_every_budget(problem: Problem, seed: int, points: int) -> None:
     source = random_points(problem, seed, points)
@@ -102,7 +102,7 @@ def test_folding_with_respect_to_rows_tells_layers_apart_and_tying_does_not() ->
     assert sorted(fold_rows(last, "bound").counts.tolist()) == [1, 1, 1, 1, 3, 3, 3, 4, 4, 4]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), plans=st.integers(1, 12), rows=st.integers(1, 4), later=st.integers(0, 6))
 def test_prices_equal_those_of_a_linear_program(seed: int, plans: int, rows: int, later: int) -> None:
     """PuLP's solver as the judge, also when plans come later."""
@@ -139,7 +139,7 @@ def test_the_smallest_mix_weighs_rows() -> None:
     np.testing.assert_allclose(multipliers, [0.5, 0.5])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problem=dense_problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
 def test_no_bound_exceeds_the_optimum(problem: Problem, seed: int, points: int) -> None:
     source = random_points(problem, seed, points)
@@ -150,7 +150,7 @@ def test_no_bound_exceeds_the_optimum(problem: Problem, seed: int, points: int) 
     assert dual.lower + presolved.constant <= best + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=dense_problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
 def test_an_ascent_goes_on_from_its_best_multipliers(problem: Problem, seed: int, points: int) -> None:
     """Its bound holds, is no worse than the one it starts from, and two passes more do not lose it."""
@@ -164,7 +164,7 @@ def test_an_ascent_goes_on_from_its_best_multipliers(problem: Problem, seed: int
     assert objective.lower(messages.run(2)[0], patient.multipliers) >= patient.lower - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
 def test_bounds_of_folded_layers_hold_for_layers_that_differ(seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)
@@ -178,7 +178,7 @@ def test_bounds_of_folded_layers_hold_for_layers_that_differ(seed: int, shift: i
     assert dual.lower + presolved.constant <= best + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=dense_problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
 def test_the_bound_on_the_least_peak_holds(problem: Problem, seed: int, points: int) -> None:
     source = random_points(problem, seed, points)
@@ -194,7 +194,7 @@ def test_the_bound_on_the_least_peak_holds(problem: Problem, seed: int, points: 
         assert dual.lower == pytest.approx(least)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=dense_problems, seed=st.integers(0, 10**6), start=st.integers(0, 10**6))
 def test_descent_ends_where_no_single_change_helps(problem: Problem, seed: int, start: int) -> None:
     source = random_points(problem, seed, 3)
@@ -232,7 +232,7 @@ def test_relinking_fills_a_budget_with_single_layers() -> None:
     assert best.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=dense_problems, seed=st.integers(0, 10**6), start=st.integers(0, 10**6))
 def test_relinked_plans_fit_and_are_made_of_the_given(problem: Problem, seed: int, start: int) -> None:
     """And no change of one component to another plan's choice saves time and fits."""

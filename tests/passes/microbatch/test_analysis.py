@@ -557,7 +557,7 @@ def shapes_agree(graph: Graph, small: Graph, divided: Microbatches) -> int:
     st.integers(1, 3),
     st.data(),
 )
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 def test_joined_blocks_are_the_whole(shape: list[int], count: int, inner: int, outer: int, data: Any) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     shape[dim] = outer * count * inner
@@ -568,7 +568,7 @@ def test_joined_blocks_are_the_whole(shape: list[int], count: int, inner: int, o
 
 
 @given(st.integers(0, 10_000), st.sampled_from([(4, 2), (6, 3), (8, 4)]))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 def test_random_programs_are_exact_or_refused(seed: int, sizes: tuple[int, int]) -> None:
     """Whatever a small program does to its batch, in blocks it gives the same; without a bound nothing is refused."""
     step, args = random_step(np.random.default_rng(seed), sizes[0])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -134,7 +134,6 @@ def test_a_mixture_of_experts_in_two_stages() -> None:
         assert_equal(parallelize(step, mesh=(4,), **options)(*args), jax.jit(step, compiler_options=QUICK)(*args))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_assignment_of_rows_to_experts(data: st.DataObject) -> None:
     """Experts without rows, all rows in one, and numbers of no expert, which `bincount` clips or drops."""

@@ -138,7 +138,7 @@ def test_states_in_which_a_kernel_does_not_run_on_blocks(name: str) -> None:
     assert why in kernels.refusal(operands)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(random_kernels())
 def test_random_kernels_in_microbatches_are_the_whole(kernel: Kernel) -> None:
     assert_blocks_are_those_of_the_whole(kernel)

@@ -108,7 +108,7 @@ def test_no_attempt_is_made_twice() -> None:
     assert len(planner.tried) == len(dict.fromkeys(planner.tried))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(4.0, 75.0), st.floats(0.0001, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 20.0))
 def test_plans_that_can_fit_do_and_offload_never_makes_them_slower(
     budget: float, copy: float, penalty: float, give: float

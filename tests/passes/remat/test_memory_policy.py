@@ -54,7 +54,7 @@ def test_less_memory_costs_time() -> None:
     assert least.solver_status == "least-memory"
 
 
-@settings(max_examples=examples(8), deadline=None)
+@settings(max_examples=examples(8))
 @given(st.floats(0.0, 1.0))
 def test_no_plan_exceeds_its_budget(free: Plan, least: Plan, share: float) -> None:
     budget = math.ceil(peak(least) + share * (peak(free) - peak(least)))

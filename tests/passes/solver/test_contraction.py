@@ -21,7 +21,7 @@ def ring(n: int) -> Problem:
     return Problem(nodes, tuple(edge(i, (i + 1) % n, FREE) for i in range(n)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems)
 def test_optimum_and_lift(problem: Problem) -> None:
     problem = absorb_loops(problem)
@@ -65,7 +65,7 @@ def test_a_folded_problem_keeps_apart_what_faces_other_members() -> None:
     assert left.counts.tolist() == [1, 4, 4]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.integers(0, 2))
 def test_the_bound_of_a_contracted_folded_problem_holds_unfolded(seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)

@@ -71,7 +71,7 @@ def test_without_rounds_only_the_infeasible_go() -> None:
     assert kept(problem) == "2 0"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems)
 def test_an_optimum_survives(problem: Problem) -> None:
     problem, best = absorb_loops(problem), brute(problem)
@@ -86,7 +86,7 @@ def test_an_optimum_survives(problem: Problem) -> None:
     assert reduced.problem.value(plan) == problem.value(reduced.lift(plan))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(dense_problems)
 def test_few_leaders_drop_less_but_never_the_optimum(problem: Problem) -> None:
     problem = absorb_loops(problem)

@@ -41,7 +41,7 @@ def lowered(problem: Problem, by: float) -> Problem:
     return Problem(nodes, tuple(replace(e, table=e.table - by) for e in problem.edges))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems)
 def test_bounds_enclose_the_optimum(problem: Problem) -> None:
     problem = feasible(problem)
@@ -52,7 +52,7 @@ def test_bounds_enclose_the_optimum(problem: Problem) -> None:
         assert problem.value(ascent.assignment) == ascent.value
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems)
 def test_classes_by_strategy_and_no_strategy_bounds_change_no_step_of_an_ascent(problem: Problem) -> None:
     problem = feasible(problem)
@@ -71,7 +71,7 @@ def test_classes_by_strategy_and_no_strategy_bounds_change_no_step_of_an_ascent(
             np.testing.assert_array_equal(into[mine], into_now[mine_now])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(dense_problems, st.integers(2, 9))
 def test_a_strategy_bound_never_exceeds_the_best_plan_with_that_strategy(problem: Problem, passes: int) -> None:
     """Below zero, too: reparametrised costs go there, and then edges that jump over a node count."""
@@ -83,7 +83,7 @@ def test_a_strategy_bound_never_exceeds_the_best_plan_with_that_strategy(problem
             assert bound[s] <= values[plans[v] == s].min() + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.integers(0, 1))
 def test_with_counts_strategy_bounds_hold_for_a_single_member(seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)
@@ -95,7 +95,7 @@ def test_with_counts_strategy_bounds_hold_for_a_single_member(seed: int, shift: 
             assert bounds[c][s] <= values[plans[v] == s].min() + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(dense_problems)
 def test_messages_move_costs_and_change_no_plan(problem: Problem) -> None:
     problem = feasible(problem)
@@ -103,7 +103,7 @@ def test_messages_move_costs_and_change_no_plan(problem: Problem) -> None:
     np.testing.assert_allclose(all_values(moved)[1], all_values(problem)[1], atol=1e-10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(dense_problems)
 def test_another_ascent_starts_where_the_first_ended(problem: Problem) -> None:
     problem = feasible(problem)

@@ -30,7 +30,7 @@ def feasible(problem: Problem) -> Problem:
     return eliminate(absorb_loops(problem), rounds=0).problem
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(dense_problems, st.integers(2, 20))
 def test_without_a_limit_it_is_exact(problem: Problem, passes: int) -> None:
     problem = feasible(problem)
@@ -40,7 +40,7 @@ def test_without_a_limit_it_is_exact(problem: Problem, passes: int) -> None:
     assert search_result.value == search_result.lower == pytest.approx(brute(problem), abs=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(dense_problems, st.integers(1, 6), st.floats(0.5, 1.5))
 def test_a_narrow_width_is_honest(problem: Problem, width: int, share: float) -> None:
     """The bound holds for all plans up to the limit, and the plan costs what it says."""

@@ -75,7 +75,7 @@ def test_a_cutoff_at_the_optimum_still_finds_it(solver: str) -> None:
     assert value(problem, answer) == pytest.approx(best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems)
 def test_rows_and_columns_follow_the_formula(problem: Problem) -> None:
     """Per node one row; per edge one for each class in use or allowed; columns: finite costs and finite pairs."""

@@ -68,7 +68,7 @@ def proven(solution: Solution, problem: Problem, best: float) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems)
 def test_equals_brute_force(way: str, problem: Problem) -> None:
     best = brute(problem)
@@ -79,14 +79,14 @@ def test_equals_brute_force(way: str, problem: Problem) -> None:
     proven(optimize(problem, **WAYS[way]), problem, best)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(dense_problems)
 def test_dense_problems(problem: Problem) -> None:
     proven(optimize(problem), problem, brute(problem))
 
 
 @pytest.mark.parametrize("way", ["default", "unfolded", "raw"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
 def test_layers(way: str, seed: int, shift: int) -> None:
     """Folded or not, the optimum is that of the unfolded problem."""
@@ -123,7 +123,7 @@ def test_where_the_bounds_do_not_meet_the_ilp_decides(name: str) -> None:
     assert solution.rows > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(dense_problems, st.floats(0.8, 1.3))
 def test_what_reaches_the_cutoff_is_bounded_by_it(problem: Problem, share: float) -> None:
     """Either no plan is below the cutoff, up to rounding, or the best plan is found."""
@@ -137,7 +137,7 @@ def test_what_reaches_the_cutoff_is_bounded_by_it(problem: Problem, share: float
         assert solution.objective == pytest.approx(best, abs=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(dense_problems, st.data())
 def test_a_changed_cost_is_seen(problem: Problem, data: st.DataObject) -> None:
     """Making one strategy of the best plan dearer raises the optimum as brute force says, and no plan is reused."""
@@ -242,7 +242,7 @@ def test_guesses_at_the_optimum_prove_what_they_say(name: str, gap: float) -> No
     assert solution.warnings == ()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(dense_problems, st.sampled_from([0.02, 0.1, 0.3]))
 def test_guesses_never_bound_above_brute_force(problem: Problem, gap: float) -> None:
     best = brute(problem)
@@ -262,7 +262,7 @@ def test_a_gap_that_is_enough_for_layers_solved_as_one(rungs: int, gap: float) -
     assert solution.objective <= best + gap * solution.objective
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1), gap=st.sampled_from([0.02, 0.3]))
 def test_folded_layers_are_solved_to_the_gap(seed: int, shift: int, gap: float) -> None:
     problem = layered(seed, 3, shift)

@@ -77,7 +77,7 @@ def test_shifted_edges_have_another_pairing() -> None:
     assert not np.array_equal(shifted.pairings[2], shifted.pairings[4])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(0, 2))
 def test_a_folded_value_is_the_value_of_the_lifted_plan(seed: int, layers: int, shift: int) -> None:
     problem = layered(seed, layers, shift)
@@ -87,7 +87,7 @@ def test_a_folded_value_is_the_value_of_the_lifted_plan(seed: int, layers: int, 
     assert folded.problem.value(plan) == pytest.approx(problem.value(folded.lift(plan)), rel=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_random_problems_fold_without_loss(problem: Problem) -> None:
     """Every node has a signature of its own, so nothing but self edges may change."""
@@ -96,7 +96,7 @@ def test_random_problems_fold_without_loss(problem: Problem) -> None:
     assert brute(folded.problem) == pytest.approx(brute(problem), abs=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1000), st.integers(0, 1))
 def test_the_folded_bound_holds_unfolded(seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)

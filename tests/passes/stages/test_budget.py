@@ -46,7 +46,7 @@ def test_the_smallest_budget_that_an_error_names_is_met(schedule: Schedule) -> N
     assert plan(schedule, free.peak_memory_bytes).stages == free.stages
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=5, derandomize=True)
 @given(share=st.floats(0, 1.2), schedule=st.sampled_from(["1f1b", "interleaved-1f1b"]))
 def test_no_budget_is_exceeded(share: float, schedule: Schedule) -> None:
     free, smallest = plan(schedule).peak_memory_bytes, least(schedule).least_bytes

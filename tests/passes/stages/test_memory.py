@@ -50,7 +50,7 @@ def drawn(stage: StageProblem, seed: int) -> Ints:
     return np.array([rng.integers(len(node.cost)) for node in stage.model.problem.nodes], np.int64)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.sampled_from(MODELS), st.integers(0, 1), st.integers(1, COUNT), st.integers(0, 2**32), st.floats(0.3, 1.1))
 def test_rows_agree_with_the_bytes_of_a_plan(name: str, number: int, in_flight: int, seed: int, share: float) -> None:
     stage = problem(name, number)
@@ -151,7 +151,7 @@ def test_results_of_each_example_are_stored_for_all_microbatches_while_passes_ru
     assert stage.liveness.memory(plan.solution.assignment).sums == sum(n * types[a].itemsize for a, n in shares.items())
 
 
-@settings(max_examples=examples(12), deadline=None, derandomize=True)
+@settings(max_examples=examples(12), derandomize=True)
 @given(st.integers(0, 1), st.sampled_from([1, COUNT]), st.floats(0.0, 1.0), st.sampled_from([1e-9, 1e-7]))
 def test_plans_within_a_limit_are_optimal(number: int, in_flight: int, share: float, beta: float) -> None:
     """The objective and the bound against HiGHS on the problem as it is written, over all memory rows."""

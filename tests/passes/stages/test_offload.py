@@ -208,7 +208,7 @@ def test_more_than_host_memory_is_not_chosen() -> None:
     assert planned(cluster=small, memory_budget="min").offloaded == ()
 
 
-@settings(max_examples=examples(4), deadline=None, derandomize=True)
+@settings(max_examples=examples(4), derandomize=True)
 @given(share=st.floats(0, 1))
 def test_no_budget_is_exceeded_and_offload_never_makes_a_plan_slower(share: float) -> None:
     smallest = least("auto").peak_memory_bytes
