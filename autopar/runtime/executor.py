@@ -37,7 +37,7 @@ from autopar.runtime.faults.failures import failure
 from autopar.runtime.faults.nans import CheckedProgram
 from autopar.runtime.lowered_schedule import ArgumentSource, LoweredSchedule, LoweredUpdate, lower_schedule
 from autopar.runtime.programs import CompiledPrograms, ProgramKey, program_name
-from autopar.runtime.transport import Transport, absent, everywhere, is_here, place
+from autopar.runtime.transport import Transport, absent, everywhere, host_view, is_here, place
 from autopar.schedules.instructions import Instruction, Kind
 from autopar.schedules.pipeline import Schedule
 
@@ -135,8 +135,9 @@ class StepExecution:
         array = self.whole[stage].get(value)
         if array is None:
             leaf = self.leaves[position]
-            in_place = getattr(leaf, "sharding", None) == sharding
-            array = self.whole[stage][value] = leaf if in_place else self._put(leaf, sharding)
+            if getattr(leaf, "sharding", None) != sharding:
+                leaf = self._put(host_view(leaf) if self.step.transport.alone else leaf, sharding)
+            array = self.whole[stage][value] = leaf
         return array
 
     def begin(self, stage: int) -> None:

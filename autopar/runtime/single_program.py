@@ -28,7 +28,7 @@ from autopar.ir import arguments
 from autopar.plans.plan import Plan
 from autopar.runtime.executor import PipelineStep
 from autopar.runtime.processes import agree, host_value
-from autopar.runtime.transport import place
+from autopar.runtime.transport import host_view, place
 
 #: Locked while a step is dispatched, not while it runs; one per process, since threads share its devices.
 DISPATCH_LOCK = threading.RLock()
@@ -51,6 +51,9 @@ def place_argument(leaf: Any, sharding: NamedSharding, donated: bool, path: str)
         arguments.check_value(leaf, path)
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
+        view = host_view(leaf)
+        if view is not leaf:
+            return jax.device_put(view, sharding)
         # A copy, so that donation does not delete the caller's own buffer: when device_put replicates an array, the
         # shard on the array's own device aliases it whatever may_alias says (seen on 0.10.2).
         return jax.device_put(leaf.copy() if donated else leaf, sharding)

@@ -39,6 +39,22 @@ def is_here(sharding: Sharding) -> bool:
     return bool(sharding.addressable_devices)
 
 
+def host_view(value: Any) -> Any:
+    """An array of one CPU device as NumPy sees it, without a copy; another value as it is.
+
+    From one device to several `jax.device_put` compiles a program of slices for every shape, tens of milliseconds each,
+    but none for NumPy's arrays. What it makes of the view shares memory with the array. XLA does not write to such
+    memory: a step that donates the result, or the array, copies it.
+    """
+    if not isinstance(value, jax.Array) or is_key(value) or value.weak_type or len(value.sharding.device_set) > 1:
+        return value
+    (device,) = value.sharding.device_set
+    if device.platform != "cpu" or not value.is_fully_addressable:
+        return value
+    # of another array with the same buffer, since an array keeps its view, and a buffer with a view is not donated
+    return np.asarray(jax.make_array_from_single_device_arrays(value.shape, value.sharding, [value]))
+
+
 def place(value: Any, sharding: NamedSharding) -> Any:
     """A value that this process has whole on the devices of a sharding; without one here, see `absent`."""
     if sharding.is_fully_addressable:

@@ -189,7 +189,7 @@ def bound(fn: Any, args: Sequence[Any], mesh_sizes: Sequence[int], axes: Mapping
     (op,) = calls(fn, *args)
     rule = partitioned.analyse(op.params).rule
     mesh = jax_compat.auto_mesh(np.array(jax.devices()).reshape(tuple(mesh_sizes)), "xyz"[: len(mesh_sizes)])
-    arrays = [x for x in args if not isinstance(x, float)]
+    arrays = [np.asarray(x) for x in args if not isinstance(x, float)]
     cut = partitioned.specs(rule.operands, axes), partitioned.specs(rule.results, axes)
     call = partitioned.local_call(partitioned.Partitioned.of(op.params), mesh, *cut)
     specs: dict[str, Any] = {"in_specs": call.operands, "out_specs": call.results}
