@@ -23,6 +23,7 @@ from autopar.rules import rules_of
 from autopar.zoo import TOYS, build
 from tests.programs import random_programs
 from tests.support.effort import sample
+from tests.support.traces import traced
 
 
 def assert_equal(left: Graph, other: Graph) -> None:
@@ -54,8 +55,7 @@ KEPT = ("gpt-toy-scan-remat", "moe-toy", "resnet-toy", "unet-toy", "speech-toy",
 
 @pytest.mark.parametrize("name", sample(TOYS, KEPT))
 def test_toys_are_read_as_they_were_traced(name: str) -> None:
-    model = build(name)
-    graph = trace(model.step, *model.abstract_args()).graph
+    graph = traced(name).graph
     parsed = parse(str(graph))
     assert_equal(graph, parsed)
     assert graph_hash(graph) == graph_hash(parsed)

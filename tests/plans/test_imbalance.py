@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
-from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.cost_models.compiler.backends import CPU
 from autopar.ir.trace import trace
@@ -23,6 +22,7 @@ from autopar.plans import imbalance
 from autopar.plans.builders.one_mesh import make_plan
 from autopar.plans.record import Stage
 from autopar.rules import rules_of
+from tests.support.traces import traced as zoo_traced
 
 
 def stage(sizes, values, uses=None):
@@ -126,9 +126,8 @@ def test_many_reasons_become_one_line_and_small_choices_none():
 @pytest.mark.parametrize("target", ["mlp-toy", "gpt-toy", "llama3-toy", "rnn-toy"])
 def test_powers_of_two_on_six_devices_are_padded_not_repeated(target):
     """Nothing of these models divides by 6; updates of the state run in uneven pieces like everything else."""
-    model = zoo.build(target)
     mesh = dear((6,)).logical_mesh((6,))
-    planned = make_plan(trace(model.step, *model.abstract_args()), mesh, "dear", Options())
+    planned = make_plan(zoo_traced(target), mesh, "dear", Options())
     measured = imbalance.measure(planned.graph, planned.rules, planned.plan.stages[0], CPU)
     assert measured.ratio <= 1.25
     assert measured.excesses[0].kind == "padded"

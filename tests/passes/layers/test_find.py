@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import zoo
 from autopar.cost_models.flops import work
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
@@ -19,6 +18,7 @@ from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
 from autopar.passes.remat import rewrite as remat
 from tests.support.effort import examples, sample
+from tests.support.traces import traced
 
 pytestmark = pytest.mark.core
 
@@ -32,8 +32,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Layers:
 
 
 def of_zoo(name: str, **sizes: int) -> Layers:
-    model = zoo.build(name, layers=sizes.get("layers"))
-    return of(model.step, *model.abstract_args())
+    return layers_pass.find(traced(name, **sizes).graph)
 
 
 def alike(ws: Any, x: Any) -> Any:

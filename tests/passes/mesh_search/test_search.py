@@ -28,6 +28,7 @@ from autopar.plans import cache as plan_cache
 from autopar.plans.builders.one_mesh import make_plan
 from tests.support.effort import sample
 from tests.support.processes import printed_twice
+from tests.support.traces import traced as zoo_traced
 
 P = jax.sharding.PartitionSpec
 CLUSTER = Cluster.preset("dgx-h100", hosts=1)
@@ -64,8 +65,7 @@ def test_the_answer_is_within_the_gap_of_the_best_mesh(model: str, gap: float) -
 
 
 def test_a_mesh_is_left_once_its_bound_is_no_better() -> None:
-    built = zoo.build("mlp-toy")
-    traced, mesh = trace(built.step, *built.abstract_args()), CLUSTER.logical_mesh((8,))
+    traced, mesh = zoo_traced("mlp-toy"), CLUSTER.logical_mesh((8,))
     best = make_plan(traced, mesh, "local", Options()).plan.step_time_s
     with pytest.raises(Pruned) as left:
         make_plan(traced, mesh, "local", Options(), cutoff=0.9 * best)

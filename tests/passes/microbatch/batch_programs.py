@@ -6,8 +6,8 @@ function of (params, optimizer state, batch) or (params, optimizer state, batch,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+
+from autopar import jax_compat
+from autopar.ir.trace import Traced, trace
 
 BATCH, SEQ, WIDTH, HIDDEN, VOCAB, LAYERS = 8, 4, 8, 16, 16, 2
 
@@ -464,3 +467,14 @@ def arguments(name: str, step: Step, size: int = BATCH) -> tuple[Any, ...]:
     optimizer = getattr(step, "optimizer", None)
     state = () if optimizer is None else optimizer.init(p)
     return (p, state, batch(size), *((jax.random.key(7),) if "dropout" in name else ()))
+
+
+def traced(name: str) -> Traced:
+    """An exact or refused step, traced once in a process."""
+    return _traced(name, jax_compat.trace_context())
+
+
+@cache
+def _traced(name: str, _context: Hashable) -> Traced:
+    step = {**EXACT, **REFUSED}[name]
+    return trace(step, *arguments(name, step))

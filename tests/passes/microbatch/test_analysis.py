@@ -25,6 +25,7 @@ from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.zoo import TOYS, build
 from tests.passes.microbatch import batch_programs as programs
 from tests.support.effort import sample
+from tests.support.traces import traced
 
 #: Zoo models whose examples depend on each other.
 COUPLED = ("wresnet-toy", "resnet-toy", "clip-toy")
@@ -69,8 +70,7 @@ def batch_argument(name: str) -> Any:
 def test_step_in_microbatches_is_the_step(name: str) -> None:
     step = programs.EXACT[name]
     args = programs.arguments(name, step)
-    traced = trace(step, *args)
-    divided = split_step(traced, COUNT, batch_argument(name))
+    divided = split_step(programs.traced(name), COUNT, batch_argument(name))
     assert divided.split.loop_share >= 0.99
     assert len(divided.split.loops) == (2 if name in programs.TWO_LOOPS else 1)
     assert_close(*jit(lambda *args: (divided(*args), step(*args)))(*args))
@@ -81,12 +81,15 @@ UNCOUPLED = [t for t in TOYS if t not in COUPLED]
 
 @pytest.mark.parametrize("target", UNCOUPLED)
 def test_zoo_model_falls_into_microbatches(target: str) -> None:
-    model = zoo_model(target)
-    assert split(trace(model.step, *model.abstract_args()).graph, COUNT).loop_share >= 0.99
+    assert split(traced(target, **sizes(target)).graph, COUNT).loop_share >= 0.99
 
 
 def zoo_model(target: str, **options: Any) -> Any:
-    return build(target, **options, **({} if target in AS_LONG else {"layers": 1}))
+    return build(target, **options, **sizes(target))
+
+
+def sizes(target: str) -> dict[str, int]:
+    return {} if target in AS_LONG else {"layers": 1}
 
 
 #: A loop over layers, tied weights, grouped queries, two sweeps over the microbatches, recurrence, convolutions.
@@ -145,15 +148,14 @@ def mistakes(source: str, text: str) -> str:
     ("name", "line"), [("contrastive", "z @ z.T"), ("batch norm", "x = (x - x.mean((0, 1)))")], ids=["dot", "norm"]
 )
 def test_coupled_step_is_refused_with_its_forward_line(name: str, line: str) -> None:
-    step = programs.REFUSED[name]
-    graph = trace(step, *programs.arguments(name, step)).graph
+    graph = programs.traced(name).graph
     with pytest.raises(MicrobatchError, match=r"% of its FLOPs") as refused:
         split(graph, COUNT)
     assert mistakes(programs.__file__, line) in str(refused.value)
 
 
 def test_batch_norm_of_the_zoo_is_refused() -> None:
-    graph = trace(build("wresnet-toy").step, *build("wresnet-toy").abstract_args()).graph
+    graph = traced("wresnet-toy").graph
     with pytest.raises(MicrobatchError, match=r"at wresnet\.py:\d+ hands it back to every example.*per_microbatch"):
         split(graph, COUNT)
 
@@ -166,8 +168,7 @@ def test_one_microbatch_is_never_refused() -> None:
 
 
 def test_one_loop_refuses_steps_that_need_two() -> None:
-    step = programs.EXACT["balanced experts"]
-    graph = trace(step, *programs.arguments("balanced experts", step)).graph
+    graph = programs.traced("balanced experts").graph
     with pytest.raises(MicrobatchError, match=mistakes(programs.__file__, "routed = jax.nn.one_hot")):
         split(graph, COUNT, loops=1)
     assert split(graph, COUNT).repeated_share > 0
@@ -176,8 +177,7 @@ def test_one_loop_refuses_steps_that_need_two() -> None:
 @pytest.mark.parametrize("name", [*programs.EXACT, *programs.REFUSED])
 @pytest.mark.parametrize("loops", sample([1, 2], [2]))
 def test_without_reasons_the_same_is_refused(name: str, loops: int) -> None:
-    step = {**programs.EXACT, **programs.REFUSED}[name]
-    graph = trace(step, *programs.arguments(name, step)).graph
+    graph = programs.traced(name).graph
     try:
         share = split(graph, COUNT, loops=loops).loop_share
     except MicrobatchError:
@@ -241,8 +241,7 @@ def test_running_statistics_stay_those_of_the_whole_batch() -> None:
 
 
 def split_program(name: str) -> Microbatches:
-    step = programs.EXACT[name]
-    return split(trace(step, *programs.arguments(name, step)).graph, COUNT)
+    return split(programs.traced(name).graph, COUNT)
 
 
 def test_gradients_are_summed_and_the_update_runs_once() -> None:
@@ -523,7 +522,7 @@ ORACLE = [n for n in programs.EXACT if n not in NOT_COMPARED]
 @pytest.mark.parametrize("name", ORACLE)
 def test_shapes_are_those_of_a_trace_at_the_microbatchs_size(name: str) -> None:
     step = programs.EXACT[name]
-    graph = trace(step, *programs.arguments(name, step)).graph
+    graph = programs.traced(name).graph
     small = trace(step, *programs.arguments(name, step, programs.BATCH // COUNT)).graph
     assert shapes_agree(graph, small, split(graph, COUNT, batch_leaves_named(graph))) > 30
 

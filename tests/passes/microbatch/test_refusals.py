@@ -17,7 +17,7 @@ from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import split_step
-from autopar.zoo import build
+from tests.support.traces import traced as zoo_traced
 
 COUNT = 4
 
@@ -55,8 +55,7 @@ def test_own_totals_are_advised_only_where_they_help(name: str) -> None:
 
 
 def test_products_of_the_whole_batch_with_itself_are_no_totals() -> None:
-    model = build("clip-toy")
-    traced = trace(model.step, *model.abstract_args())
+    traced = zoo_traced("clip-toy")
     for own in ((), ("*",)):
         with pytest.raises(MicrobatchError, match="Use one microbatch, or rewrite the operation per example"):
             split_step(traced, COUNT, per_microbatch=own)

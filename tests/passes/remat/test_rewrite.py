@@ -20,6 +20,7 @@ from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.trace import trace
 from autopar.passes.remat import rewrite as remat
 from tests.support.effort import sample
+from tests.support.traces import traced
 
 BARRIERS: dict[str, str | bool] = {
     "xla_disable_hlo_passes": "cse_barrier_expander"
@@ -139,8 +140,7 @@ def program(name: str) -> Graph:
     if name in OWN:
         fn, args = OWN[name]
         return trace(jax.value_and_grad(fn), *args).graph
-    model = zoo.build(name)
-    return trace(model.step, *model.abstract_args()).graph
+    return traced(name).graph
 
 
 #: Toys of a single layer: there is nothing to drop.

@@ -20,7 +20,6 @@ from autopar.passes.microbatch.split import split
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages import assign as stage_passes
 from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer, divide
-from autopar.zoo import build
 from tests.passes.microbatch import batch_programs as programs
 from tests.support.effort import sample
 from tests.support.traces import traced
@@ -59,8 +58,7 @@ def in_stages(target: str, borders: tuple[int, ...], weights: bool = False, **op
 
 
 def of_program(name: str) -> tuple[Microbatches, Layers]:
-    step = programs.EXACT[name]
-    graph = trace(step, *programs.arguments(name, step)).graph
+    graph = programs.traced(name).graph
     batch = [i for i, path in enumerate(graph.input_paths) if path.startswith("b/")]
     return split(graph, COUNT, batch), find(graph)
 
@@ -272,8 +270,7 @@ def test_gradients_of_weights_have_a_pass_of_their_own() -> None:
 
 
 def test_layers_out_of_order_are_refused() -> None:
-    model = build("mlp-toy")
-    graph = trace(model.step, *model.abstract_args()).graph
+    graph = traced("mlp-toy").graph
     layers = find(graph)
     backwards = replace(layers, forward=layers.forward[::-1])
     with pytest.raises(GraphError, match=r"in stage 0 reads what stage 1 makes; nn\.py:\d+"):
