@@ -19,7 +19,7 @@ import jax
 
 from autopar.ir.graph import graph_hash
 from autopar.ir.jaxpr import build_graph
-from autopar.ir.simplify import simplified
+from autopar.ir.jaxpr.simplify import simplified
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.split import split

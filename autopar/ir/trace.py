@@ -1,6 +1,6 @@
 """From a Python function to a Graph.
 
-`jax.make_jaxpr` runs the function on abstract arguments, `autopar.ir.simplify` removes what XLA would remove, and
+`jax.make_jaxpr` runs the function on abstract arguments, `autopar.ir.jaxpr.simplify` removes what XLA would remove, and
 `autopar.ir.jaxpr` builds the graph from the jaxpr. Errors of JAX are raised again in the terms of the user's program:
 the argument's path, the value, the line.
 """
@@ -28,8 +28,8 @@ from autopar.ir import arguments, explicit, side_effects
 from autopar.ir.arguments import flatten
 from autopar.ir.graph import Graph, Op
 from autopar.ir.jaxpr import build_graph
+from autopar.ir.jaxpr.simplify import simplified
 from autopar.ir.op_sets import ATTENTION
-from autopar.ir.simplify import simplified
 
 
 @dataclass(frozen=True, eq=False)

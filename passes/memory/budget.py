@@ -158,10 +158,8 @@ def optimize_within(
     begin = time.monotonic()
     if free is None:
         free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
-    lower, end = free.lower_bound, begin + time_limit
-    state = SearchState(
-        problem, source, budget, gap, end, begin + patience, lower=lower, accepted=accepted, fold=fold, full=presolve
-    )
+    lower, ends = free.lower_bound, (begin + time_limit, begin + patience)
+    state = SearchState(problem, source, budget, gap, *ends, lower=lower, accepted=accepted, fold=fold, full=presolve)
     state.start_plans.append(free.assignment)
     if state.submit(free.assignment):
         return _solution(free, state, free.status, free.solver_used, 0, begin)
@@ -171,8 +169,6 @@ def optimize_within(
     state.add_rows(source.rows())
     if solver != "auto" and not np.isfinite(cutoff):
         return _forced(state, free, solver, begin)
-    if not least:
-        state.effort = replace(state.effort, relaxations=effort.relaxations)
     _search_twice(state, free, cutoff, ceiling, least, refutes, effort)
     # The ILP knows no cutoff: a search that others may still beat is not worth its time.
     exact = not np.isfinite(cutoff) and _small(free, effort)
@@ -192,6 +188,8 @@ def _search_twice(
 
     Raises Infeasible and Pruned as `optimize_within`, whose arguments these are.
     """
+    if not least:
+        state.effort = replace(state.effort, relaxations=effort.relaxations)
     if state.seconds >= cutoff:
         state.forget_plan()
     if state.plan is None:

@@ -71,9 +71,7 @@ def split(
         MicrobatchError: less than that would run in the loops, or the batch is not divisible.
         ArgumentError: `count` is less than 1, or a glob matches nothing in the step.
     """
-    if count < 1:
-        raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
-    _check_globs(graph, per_microbatch)
+    _check(graph, count, per_microbatch)
     leaves = [graph.inputs[i] for i in batch_leaves(graph, count, batch)]
     flat = flatten(graph.ops, graph.outputs, graph.constants)
     groups = find_groups(graph, flat.ops, flat.outputs)
@@ -110,8 +108,10 @@ def split(
     raise MicrobatchError(f"the step does not fall into {count} microbatches: {_refusal(best, per_microbatch, helps)}")
 
 
-def _check_globs(graph: Graph, patterns: Sequence[str]) -> None:
-    """Raises ArgumentError for a glob that matches no source line, scope or primitive of the step."""
+def _check(graph: Graph, count: int, patterns: Sequence[str]) -> None:
+    """Raises ArgumentError for less than one microbatch, and for a glob that matches nothing in the step."""
+    if count < 1:
+        raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
     if all(pattern == "*" for pattern in patterns):
         return
     names = sorted({name for op in graph.walk() for name in names_of(op) if name})

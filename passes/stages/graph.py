@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.jaxpr import build_programs
-from autopar.ir.simplify import simplified
+from autopar.ir.jaxpr.simplify import simplified
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop
