@@ -95,11 +95,21 @@ def _warn_of_idle_devices(name: str, mesh: Mapping[str, int]) -> None:
         warn(f"{name}: the mesh ({shown}) leaves {here - count} of the {here} devices here idle")
 
 
+def _warn_of_another_cluster(name: str, plan: Plan, s: Settings) -> None:
+    """Warn of a plan whose times and memory are those of another cluster than the one that is given."""
+    if s.cluster is not None and s.cluster.name != plan.cluster:
+        warn(
+            f"{name}: the plan was made for cluster '{plan.cluster}', and its times and memory are still those. For "
+            f"cluster '{s.cluster.name}' plan again, without plan="
+        )
+
+
 def _planned(call: Call, s: Settings) -> PlannedStep:
     """The planned step of a traced call; `s`: without strategies among the pins, the memory budget in bytes."""
     name = name_of(call.fn)
     with jax_compat.automatic_axes():
         if s.plan is not None:
+            _warn_of_another_cluster(name, s.plan, s)
             return _loaded(call, s, argnums.donating_no_more(s.plan, call.traced, s))
         if call.local and jax.process_count() > 1:
             options = repr(replace(s, progress=None, debug_nans=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,20 @@ def test_devices_that_are_left_idle_are_named() -> None:
         step.plan(two_layers(), array(24, 8))
     parallelize(plain, mesh=(4,)).plan(two_layers(), array(24, 8))  # half of the devices may be meant
     autopar.plan(plain, two_layers(), array(24, 8), mesh=(3,))  # for no devices here
+
+
+def test_a_plan_for_another_cluster_is_told_apart() -> None:
+    args = two_layers(), array(24, 8)
+    plan = autopar.plan(plain, *args, mesh=(8,), cluster="dgx-h100")
+    with pytest.warns(
+        AutoparWarning, match="plain: the plan was made for .*'dgx-h100'.* 'tpu-v5e' plan again"
+    ):
+        again = autopar.plan(plain, *args, plan=plan, cluster="tpu-v5e")
+    assert again.step_time_s == plan.step_time_s
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AutoparWarning)
+        autopar.plan(plain, *args, plan=plan, cluster="dgx-h100")
+        parallelize(plain, plan=plan)(*args)
 
 
 def test_a_step_count_may_begin_as_a_python_number() -> None:
