@@ -14,7 +14,7 @@ from autopar.codegen.context import Context
 from autopar.codegen.fold_transpose import transposed_layout
 from autopar.codegen.partial_sums import SPLITS
 from autopar.codegen.shard_mapped import binding, split_convolution
-from autopar.codegen.start_indices import clamp_start_indices
+from autopar.codegen.start_indices import barrier_before_scatter, clamp_start_indices
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated
@@ -72,6 +72,7 @@ class Emitter:
 
     def _run_leaf(self, op: Op) -> None:
         operands = clamp_start_indices(op, [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)])
+        operands = barrier_before_scatter(op, operands, self._maker)
         leads = [partial_axes(self.context.layout_at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
         kept = partial_axes(self.context.stage.values.get(op.outputs[0])) if op.outputs else []
         transpose = self.context.folded_transposes.get(op.outputs[0]) if op.name == "dot_general" else None
@@ -86,6 +87,12 @@ class Emitter:
             self._store(op, [SPLITS[op.name](self.context, op, operands, kept)], kept)
         else:
             self._store(op, self._bind(op, operands))
+
+    def _maker(self, atom: Atom) -> Op | None:
+        """The operation of this program that makes a value, views included."""
+        if not isinstance(atom, int):
+            return None
+        return self.lazy[atom][0] if atom in self.lazy else self.producers.get(atom)
 
     def _is_run_in_groups(self, op: Op) -> bool:
         """Whether each device runs its part of a convolution in groups; XLA has those with a rule of the user's."""

@@ -8,6 +8,11 @@ semantics, DynamicSlice and Gather):
 XLA's simplifier and partitioner lose that clamp where one window is sliced from another, and where the window is
 sharded (openxla/xla #49118, #49121, #49122). Indices of 8 or 16 bits abort the process ("Unsupported indices type",
 0.10 and 0.12). A clamp that is part of the program is kept.
+
+A scatter that drops what is out of range cannot be clamped. One of a single window is to XLA a slice, its update, and
+a slice that is written back. The first is merged with a slice that the operand is (jaxlib 0.10.2, not 0.12.0), so that
+an update that should be dropped writes another row. A barrier before the operand keeps the two separate.
+                                                                                               -> barrier_before_scatter
 """
 
 from __future__ import annotations
@@ -15,12 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
 from autopar.ir.graph import Op
 from autopar.ir.op_sets import SCATTERS
+
+#: Operations whose result is a window of an operand, and those whose result is such a window if their operand is one.
+WINDOWS = frozenset({"dynamic_slice", "gather"})
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy"})
 
 #: Size in bytes of the narrowest index type that the partitioner supports.
 MIN_INDEX_BYTES = 4
@@ -30,6 +40,22 @@ def clamp_start_indices(op: Op, operands: Sequence[Any]) -> list[Any]:
     """Operands of an operation, with the start indices among them clamped and widened; all others unchanged."""
     transform = _STARTS.get(op.name)
     return list(operands) if transform is None else transform(op, operands)
+
+
+def barrier_before_scatter(op: Op, operands: Sequence[Any], made_by: Callable[[Any], Op | None]) -> list[Any]:
+    """Operands of an operation; that of a scatter into a window behind a barrier.
+
+    Args:
+        op: the operation.
+        operands: their arrays.
+        made_by: value -> the operation that computes it, if it is one of the program.
+    """
+    maker = made_by(op.inputs[0]) if op.name in _SCATTERS else None
+    while maker is not None and maker.name in VIEWS:
+        maker = made_by(maker.inputs[0])
+    if maker is None or maker.name not in WINDOWS:
+        return list(operands)
+    return [jax.lax.optimization_barrier(operands[0]), *operands[1:]]
 
 
 def _sliced(op: Op, operands: Sequence[Any]) -> list[Any]:
@@ -72,9 +98,10 @@ def _clip(starts: Any, last: int | Sequence[int]) -> Any:
     return jnp.clip(starts, np.zeros_like(most), most)
 
 
+_SCATTERS = (*SCATTERS, "scatter-sub")
 _STARTS: Mapping[str, Callable[[Op, Sequence[Any]], list[Any]]] = {
     "dynamic_slice": _sliced,
     "dynamic_update_slice": _updated,
     "gather": _gathered,
-    **dict.fromkeys((*SCATTERS, "scatter-sub"), _widened),
+    **dict.fromkeys(_SCATTERS, _widened),
 }

@@ -111,9 +111,7 @@ def test_devices_that_are_left_idle_are_named() -> None:
 def test_a_plan_for_another_cluster_is_told_apart() -> None:
     args = two_layers(), array(24, 8)
     plan = autopar.plan(plain, *args, mesh=(8,), cluster="dgx-h100")
-    with pytest.warns(
-        AutoparWarning, match="plain: the plan was made for .*'dgx-h100'.* 'tpu-v5e' plan again"
-    ):
+    with pytest.warns(AutoparWarning, match="plain: the plan was made for .*'dgx-h100'.* 'tpu-v5e' plan again"):
         again = autopar.plan(plain, *args, plan=plan, cluster="tpu-v5e")
     assert again.step_time_s == plan.step_time_s
     with warnings.catch_warnings():

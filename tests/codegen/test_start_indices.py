@@ -35,6 +35,28 @@ def test_a_window_of_a_window_cut_over_examples(dtype: str) -> None:
     np.testing.assert_array_equal(step(x, starts), np.stack(expected))
 
 
+@pytest.mark.parametrize("reshaped", [False, True])
+@pytest.mark.parametrize("places", [(0, 1, 2, 5, -1, 2, 0, 2), (2,) * 8])
+@pytest.mark.parametrize("kind", ["add", "set", "max"])
+def test_an_update_of_a_window_that_is_dropped(kind: str, places: tuple[int, ...], reshaped: bool) -> None:
+    """Where every device has one example, an update out of range leaves the window as it is."""
+    x = np.arange(8 * 2 * 3, dtype=np.float32).reshape(8, 2, 3)
+    starts, at = np.arange(8).astype(np.int32), np.array(places, np.int32)
+
+    def updated(x: jax.Array, starts: jax.Array, at: jax.Array) -> jax.Array:
+        rolled = jax.vmap(lambda a, i: jnp.roll(a, i % 2, axis=0))(x, starts)
+        rolled = rolled.reshape(8, 2, 3, 1)[..., 0] if reshaped else rolled
+        return jax.vmap(lambda a, i: getattr(a.at[i], kind)(100, mode="drop"))(rolled, at)
+
+    pins = {name: P("x") for name in ("x", "starts", "at", "out:0")}
+    step = parallelize(updated, mesh=(8,), pins=pins, donate_argnums=())
+    expected = np.stack([np.roll(a, i % 2, axis=0) for a, i in zip(x, starts, strict=True)])
+    for row, i in zip(expected, places, strict=True):
+        if i < 2:  # -1 counts from the end
+            row[i] = {"add": row[i] + 100, "set": 100, "max": 100}[kind]
+    np.testing.assert_array_equal(step(x, starts, at), expected)
+
+
 @pytest.mark.parametrize("start", STARTS)
 def test_a_window_that_is_cut_itself(start: int) -> None:
     x = np.arange(4 * 8, dtype=np.float32).reshape(4, 8)
