@@ -123,17 +123,23 @@ THREEFRY_KEYS = Dtypes(
 )
 
 
+_LINEAR_BITS = 16  #: of the narrowest float to which conversion counts as linear
+
+
 def homomorphic(kind: ReductionKind, before: Any, after: Any) -> bool:
     """True if converting the parts and combining them equals converting the combined value.
 
     Sums of integers are exact modulo 2^n: conversion to a narrower integer preserves that, conversion to a wider one or
-    to a float does not. Between floats it is preserved up to rounding. Other kinds must keep their dtype.
+    to a float does not. Between floats it is preserved up to rounding, but for floats of less than 16 bits: gradients
+    of ordinary size are zero or out of range there. Other kinds must keep their dtype.
     """
     if before == after or kind != "sum":
         return bool(before == after)
     if all(jnp.issubdtype(dtype, jnp.integer) for dtype in (before, after)):
         return jnp.iinfo(after).bits <= jnp.iinfo(before).bits
-    return all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (before, after))
+    if not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (before, after)):
+        return False
+    return jnp.issubdtype(after, jnp.complexfloating) or jnp.finfo(after).bits >= _LINEAR_BITS
 
 
 # Rules of one primitive

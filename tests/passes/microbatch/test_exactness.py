@@ -197,6 +197,21 @@ def test_a_sum_that_wraps_is_converted_whole(to: str) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("to", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "bfloat16"])
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_sum_is_converted_whole_to_a_type_in_which_it_is_zero(to: str, loop: bool) -> None:
+    """As the gradient of a weight that is used in float8: parts in single precision have a total that is none."""
+
+    def convert(x: Any, i: Any) -> Any:
+        return ((1 + i) * x.sum(0)).astype(to).astype(x.dtype) + x.sum(0)
+
+    step = scanned(convert) if loop else lambda x: convert(x, 0)
+    divided, got, expected = in_microbatches(step, np.full((4, 3), 2.0**-25, np.float32))
+    assert ("scan" in in_loop(divided)) == (loop and to == "bfloat16")
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("form", ["sum", "dot", "carry", "scatter"])
 def test_sums_in_a_loop_are_rounded_once(name: str, form: str) -> None:
