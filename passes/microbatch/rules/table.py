@@ -181,7 +181,9 @@ RULES: Mapping[str, OpRules] = {
     "and": OpRules(blockwise.elementwise, partial_operands=_keeps_kind("and", BITS, "pp")),
     "or": OpRules(blockwise.elementwise, partial_operands=_keeps_kind("or", BITS, "pp")),
     "select_n": OpRules(blockwise.elementwise, partial_operands=_moves_elements("ip*")),
-    **dict.fromkeys(_names_in("copy name"), OpRules(blockwise.elementwise, partial_operands=_moves_elements("p"))),
+    **dict.fromkeys(
+        _names_in("copy name xla_metadata_value"), OpRules(blockwise.elementwise, partial_operands=_moves_elements("p"))
+    ),
     "bitcast_convert_type": OpRules(blockwise.bitcast),
     **dict.fromkeys(("optimization_barrier", "sharding_constraint"), OpRules(identity=True)),
     # shapes

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import primitives
 from jax.extend.random import threefry2x32_p
 
@@ -186,7 +187,7 @@ def _convolutions() -> list[tuple[str, Callable[..., Any]]]:
     """
 
     def conv(x: Any, k: Any, numbers: tuple[str, str, str], **more: Any) -> Any:
-        x, k = (_tame(x), _tame(k)) if more else (x, k)
+        x, k = (_tame(x), _tame(k)) if more and jnp.issubdtype(x.dtype, jnp.inexact) else (x, k)
         return lax.conv_general_dilated(x, k, (1,), "VALID", dimension_numbers=numbers, **more)
 
     plain = ("NCW", "OIW", "NCW")
@@ -287,6 +288,7 @@ USES: tuple[Use, ...] = (
         add_any=("ab ab", _bound("add_jaxvals")),
         copy=[("ab", _bound("copy"))],
         name=("ab", lambda n, x: checkpoint_name(x, "kept")),
+        xla_metadata_value=("ab", lambda n, x: set_xla_metadata(x, tag="kept")),
         betainc=[],
         regularized_incomplete_beta=_plain("ab ab ab", lax.betainc),
         bessel_i1e=_plain("ab", lax.bessel_i1e),
