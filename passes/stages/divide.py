@@ -127,7 +127,7 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
 
     Raises:
         ArgumentError: borders that are not ascending layers.
-        MicrobatchError: the step needs two loops over its microbatches, both with backward passes, or an operation
+        MicrobatchError: the step needs two loops over its microbatches, the first with a backward pass, or an operation
             ties gradients of several stages together.
         GraphError: an earlier stage would read a value that a later one computes.
     """
@@ -140,11 +140,15 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
     before, after = accumulation_loop.separate_loops(split)
     first_loop = _divide(before, layers, first_layers, False)
     if _has_backward(first_loop):
+        totals = after.graph.inputs[len(split.graph.inputs) :]
+        if _has_backward(_divide(after, layers, (0,), False)):
+            passes, instead = "two backward passes", "write the step with one backward pass"
+        else:
+            passes, instead = "a backward pass and a second pass", "leave the second pass to a function of its own"
         raise MicrobatchError(
-            f"a step with two backward passes over its {split.count} microbatches cannot be cut into "
-            f"{len(first_layers)} stages: {_second_pass(after, after.graph.inputs[len(split.graph.inputs) :])}. Use "
-            f"one mesh with num_microbatches={split.count} (leave out stages and schedule), or write the step with one "
-            "backward pass."
+            f"a step with {passes} over its {split.count} microbatches cannot be cut into {len(first_layers)} stages: "
+            f"{_second_pass(after, totals)}. Use one mesh with num_microbatches={split.count} (leave out stages and "
+            f"schedule), or {instead}."
         )
     return replace(_divide(after, layers, first_layers, weights), first_loop=first_loop)
 

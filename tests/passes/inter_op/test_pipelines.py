@@ -505,6 +505,18 @@ def test_two_backward_passes_are_named_and_run_on_one_mesh() -> None:
     assert autopar.plan(*arguments, mesh=(2,), num_microbatches=4).num_microbatches == 4
 
 
+def test_a_loss_after_the_update_is_no_second_backward_pass() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+        updated = w - 0.1 * jax.grad(loss)(w)
+        return updated, loss(updated)
+
+    with pytest.raises(MicrobatchError, match="with a backward pass and a second pass over its 4 microbatches"):
+        autopar.plan(step, jnp.eye(4), jnp.ones((8, 4)), stages=2, mesh=(2,), num_microbatches=4)
+
+
 # Checked against the compiler
 
 
