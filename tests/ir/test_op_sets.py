@@ -12,7 +12,10 @@ from jax.extend.core import Primitive
 from autopar.ir import op_sets
 
 #: Modules of JAX that define primitives when they are imported, which `import jax` does not do.
-MODULES = ("jax.experimental.custom_partitioning", "jax.experimental.pallas", "jax.ffi", "jax._src.tpu_custom_call")
+MODULES = (
+    *("jax.experimental.custom_partitioning", "jax.experimental.pallas", "jax.experimental.xla_metadata", "jax.ffi"),
+    "jax._src.tpu_custom_call",
+)
 
 #: Primitives of JAX 0.12 that 0.10 lacks.
 NEWER = {"eval_jaxpr", "log2", "one_minus_square", "polynomial"}
