@@ -11,7 +11,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -110,6 +110,7 @@ def trace(
     jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn), mesh_axes)
     jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
     _check_leaks(jaxpr, traces[-1], fn)
+    jaxpr = jax_compat.without_references(jaxpr)
     jaxpr = jaxpr if mesh is None else explicit.to_auto_axes(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = _output_paths(out_shape, names)
@@ -311,28 +312,41 @@ _NEEDS_VALUE = (
 
 def _first_effect(jaxpr: jex.ClosedJaxpr) -> str:
     """ " at file.py:12" of the first operation with a side effect."""
-    frames = [jax_compat.user_frame(e.source_info) for e in jaxpr.jaxpr.eqns if e.effects]
+    return _first_line(e for e in jaxpr.jaxpr.eqns if e.effects)
+
+
+def _first_line(equations: Iterable[jex.JaxprEqn]) -> str:
+    """ " at file.py:12" of the first operation that has a line, or nothing."""
+    frames = (jax_compat.user_frame(e.source_info) for e in equations)
     return next((f" at {os.path.basename(file)}:{line}" for file, line in frames if file), "")
 
 
 def _checked_results(results: Any, name: str) -> Any:
     """The results themselves; TraceError naming the first leaf that is not an array."""
     for path, leaf in tree_flatten_with_path(results)[0]:
+        where = f" at '{_simple(path)}'" if path else ""
         try:
-            jax.typeof(leaf)
+            aval = jax.typeof(leaf)
         except TypeError:
-            where = f" at '{_simple(path)}'" if path else ""
             raise TraceError(
                 f"{name} returns {type(leaf).__name__} {leaf!r:.60}{where}, which is no array; "
                 "return arrays, numbers or None"
             ) from None
+        if jax_compat.is_reference(aval):
+            raise TraceError(f"{name} returns a mutable array {aval.str_short()}{where}; return its value, ref[...]")
     return results
 
 
 def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[..., Any]) -> None:
     """TraceError if the function uses a traced value from elsewhere, or keeps one where it can reach it again."""
     name = _name(fn)
-    for value in jaxpr.consts:
+    for variable, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+        if jax_compat.is_reference(variable.aval):
+            line = _first_line(e for e in jaxpr.jaxpr.eqns if any(v is variable for v in e.invars))
+            raise TraceError(
+                f"{name} uses a mutable array {variable.aval.str_short()} that it does not make{line}. Pass its value, "
+                "ref[...], as an argument, and return the new one."
+            )
         if jax_compat.is_tracer(value):
             raise TraceError(
                 f"{name} uses a traced {jax.typeof(value).str_short()} that is no argument of it: it was kept from an "

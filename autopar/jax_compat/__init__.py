@@ -28,6 +28,7 @@ from jax._src import (
     xla_bridge,  # tried on 0.10.2, 0.12.0: whether a backend is running
 )
 from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead code elimination, also inside scans
+from jax._src.state.discharge import discharge_state  # tried on 0.10.2, 0.12.0: mutable arrays as values
 from jax.experimental.layout import Layout, with_layout_constraint  # tried on 0.10.2, 0.12.0
 from jax.extend.core.primitives import convert_element_type_p
 
@@ -315,6 +316,19 @@ def weakly_typed(array: jax.Array) -> jax.Array:
 def is_reference(aval: Any) -> bool:
     """True for the type of a mutable array (`jax.new_ref`). Tried on 0.10.2 and 0.12.0."""
     return type(aval).__name__ == "AbstractRef"
+
+
+def without_references(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The same without the mutable arrays that it makes: writes return new values, as XLA is given them.
+
+    Unchanged if JAX lacks this for an operation that takes one. Tried on 0.10.2 and 0.12.0.
+    """
+    if jax_core.internal_mutable_array_effect not in jaxpr.effects:
+        return jaxpr
+    try:
+        return discharge_state(jaxpr)
+    except NotImplementedError:
+        return jaxpr
 
 
 def kernel_effects(jaxpr: Any) -> tuple[frozenset[int], tuple[str, ...]]:

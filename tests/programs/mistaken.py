@@ -20,6 +20,7 @@ from autopar.plans.plan import Plan
 from tests.programs.steps import array
 
 X, W = array(16, 8), array(8, 8)
+MUTABLE = jax.new_ref(jnp.zeros(()))
 LINE = r"mistake\w+\.py:\d+"
 
 #: Rows of mistakes: a title, a function that makes it, its error's class, its message as a pattern.
@@ -68,9 +69,17 @@ def constrains(x: jax.Array) -> Any:
 
 
 def mutates(x: jax.Array) -> Any:
+    MUTABLE[...] = MUTABLE[...] + x.sum()
+    return x * 2
+
+
+def composes(x: jax.Array) -> Any:
     ref = jax.new_ref(x)
-    ref[...] = ref[...] * 2
-    return ref[...]
+    return jax.lax.composite(lambda ref: ref[...] * 2, "doubled")(ref)
+
+
+def mutable(x: jax.Array) -> Any:
+    return {"y": jax.new_ref(x)}
 
 
 class Leaky:

@@ -218,8 +218,8 @@ def _pending_op(
     pending = _PendingOp(index, equation, operands, outputs, stack, signature, phase_of(stack), regions, trips, callers)
     if any(jax_compat.is_reference(v.aval) for v in equation.outvars):
         raise TraceError(
-            f"a mutable array is made{_at(_source(pending))} ({equation.primitive.name}), which autopar does not cut. "
-            "Use x.at[...].set(...), or carry the value through the function."
+            f"a mutable array is made{_at(_source(pending))} ({equation.primitive.name}), and an operation takes it "
+            "for which JAX has no rule. Use x.at[...].set(...), or carry the value through the function."
         )
     return pending
 
