@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,29 @@ def test_an_update_of_a_window_that_is_dropped(kind: str, places: tuple[int, ...
         if i < 2:  # -1 counts from the end
             row[i] = {"add": row[i] + 100, "set": 100, "max": 100}[kind]
     np.testing.assert_array_equal(step(x, starts, at), expected)
+
+
+def test_an_update_of_a_window_that_is_dropped_in_microbatches_of_one_example() -> None:
+    rng = np.random.default_rng(0)
+    batch = rng.normal(size=(8, 2, 3)), np.arange(8, dtype=np.int32), np.full(8, 2, np.int32)
+
+    def step(w: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+        x, shifts, at = batch
+
+        def loss(w: jax.Array) -> jax.Array:
+            rolled = jax.vmap(lambda a, i: jnp.roll(a, i % 2, axis=0))(x, shifts)
+            updated = jax.vmap(lambda a, i: a.at[i].add(100, mode="drop"))(rolled, at)
+            return jnp.mean(jnp.tanh(updated.reshape(8, -1) / 100 @ w) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    with jax.enable_x64(True):
+        w = rng.normal(size=(6, 4))
+        expected = jax.jit(step)(w, batch)
+        got = parallelize(step, mesh=(1,), num_microbatches=8, donate_argnums=())(w, batch)
+        for ours, plain in zip(got, expected, strict=True):
+            np.testing.assert_allclose(ours, plain, 1e-12)
 
 
 @pytest.mark.parametrize("start", STARTS)
