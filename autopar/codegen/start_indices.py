@@ -10,8 +10,8 @@ sharded (openxla/xla #49118, #49121, #49122). Indices of 8 or 16 bits abort the 
 0.10 and 0.12). A clamp that is part of the program is kept.
 
 A scatter that drops what is out of range cannot be clamped. One of a single window is to XLA a slice, its update, and
-a slice that is written back. The first is merged with a slice that the operand is (jaxlib 0.10.2, not 0.12.0), so that
-an update that should be dropped writes another row. A barrier before the operand keeps the two separate.
+a slice that is written back. The first is merged with a slice that the operand equals (jaxlib 0.10.2, not 0.12.0), so
+that an update that should be dropped writes another row. A barrier between operand and scatter keeps the two separate.
                                                                                                -> barrier_before_scatter
 """
 
@@ -25,12 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from autopar.ir.graph import Op
+from autopar.ir.graph import Atom, Op
 from autopar.ir.op_sets import SCATTERS
-
-#: Operations whose result is a window of an operand, and those whose result is such a window if their operand is one.
-WINDOWS = frozenset({"dynamic_slice", "gather"})
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy"})
 
 #: Size in bytes of the narrowest index type that the partitioner supports.
 MIN_INDEX_BYTES = 4
@@ -42,19 +38,21 @@ def clamp_start_indices(op: Op, operands: Sequence[Any]) -> list[Any]:
     return list(operands) if transform is None else transform(op, operands)
 
 
-def barrier_before_scatter(op: Op, operands: Sequence[Any], made_by: Callable[[Any], Op | None]) -> list[Any]:
-    """Operands of an operation; that of a scatter into a window behind a barrier.
+def barrier_before_scatter(op: Op, operands: list[Any], made_by: Callable[[Atom], Op | None]) -> list[Any]:
+    """Operands of an operation, the first one behind a barrier if the operation is a scatter into a computed value.
+
+    The value need not be a window itself: XLA may find that it equals one. Arguments and filled arrays do not.
 
     Args:
         op: the operation.
         operands: their arrays.
-        made_by: value -> the operation that computes it, if it is one of the program.
+        made_by: value -> the operation that computes it; None for arguments and constants.
     """
     maker = made_by(op.inputs[0]) if op.name in _SCATTERS else None
-    while maker is not None and maker.name in VIEWS:
+    while maker is not None and maker.name == "broadcast_in_dim":
         maker = made_by(maker.inputs[0])
-    if maker is None or maker.name not in WINDOWS:
-        return list(operands)
+    if maker is None:
+        return operands
     return [jax.lax.optimization_barrier(operands[0]), *operands[1:]]
 
 

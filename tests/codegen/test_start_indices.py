@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -37,17 +38,28 @@ def test_a_window_of_a_window_cut_over_examples(dtype: str) -> None:
     np.testing.assert_array_equal(step(x, starts), np.stack(expected))
 
 
-@pytest.mark.parametrize("reshaped", [False, True])
+#: Operations between a window and what is scattered into it, which leave its elements as they are.
+MOVED: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "none": lambda x: x,
+    "reshape": lambda x: x.reshape(8, 2, 3, 1)[..., 0],
+    "broadcast": lambda x: lax.broadcast_in_dim(x, (8, 2, 3, 1), (0, 1, 2))[..., 0],
+    "transpose": lambda x: lax.optimization_barrier(x.transpose(2, 1, 0)).transpose(2, 1, 0),
+    "rows": lambda x: jnp.concatenate([x, x], 1)[:, :2],
+    "copy": lambda x: x.copy(),
+}
+
+
+@pytest.mark.parametrize("move", MOVED)
 @pytest.mark.parametrize("places", [(0, 1, 2, 5, -1, 2, 0, 2), (2,) * 8])
 @pytest.mark.parametrize("kind", ["add", "set", "max"])
-def test_an_update_of_a_window_that_is_dropped(kind: str, places: tuple[int, ...], reshaped: bool) -> None:
+def test_an_update_of_a_window_that_is_dropped(kind: str, places: tuple[int, ...], move: str) -> None:
     """Where every device has one example, an update out of range leaves the window as it is."""
     x = np.arange(8 * 2 * 3, dtype=np.float32).reshape(8, 2, 3)
     starts, at = np.arange(8).astype(np.int32), np.array(places, np.int32)
 
     def updated(x: jax.Array, starts: jax.Array, at: jax.Array) -> jax.Array:
         rolled = jax.vmap(lambda a, i: jnp.roll(a, i % 2, axis=0))(x, starts)
-        rolled = rolled.reshape(8, 2, 3, 1)[..., 0] if reshaped else rolled
+        rolled = MOVED[move](rolled)
         return jax.vmap(lambda a, i: getattr(a.at[i], kind)(100, mode="drop"))(rolled, at)
 
     pins = {name: P("x") for name in ("x", "starts", "at", "out:0")}
