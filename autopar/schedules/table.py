@@ -62,14 +62,18 @@ class ScheduleSpec:
     size_error: Callable[[Size], str] = _any_size
 
 
+def groups_needed(ranks: int) -> str:
+    """What a schedule in groups of microbatches needs: the beginning of an error."""
+    return f"needs microbatches in groups of {ranks}, one per rank, and"
+
+
 def _groups_of_ranks(size: Size) -> str:
     if size.microbatches % size.ranks == 0:
         return ""
     below, above = size.microbatches // size.ranks * size.ranks, -(-size.microbatches // size.ranks) * size.ranks
     fitting = " or ".join(str(m) for m in (below, above) if m)
     return (
-        f"needs microbatches in groups of {size.ranks}, one per rank, and got {size.microbatches}; "
-        f"use {fitting}, or schedule 1f1b, which takes any number"
+        f"{groups_needed(size.ranks)} got {size.microbatches}; use {fitting}, or schedule 1f1b, which takes any number"
     )
 
 

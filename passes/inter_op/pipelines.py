@@ -50,6 +50,7 @@ from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import UNTYPED, PlannedStage, StagePlans, TypedArguments, plan_stages
 from autopar.rules import manual
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make, peak_stash
+from autopar.schedules.table import groups_needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,7 +543,7 @@ def _microbatches(
         return given, batch
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
     number = next(_numbers(extent, given or PIPELINES.per_rank * ranks, fits), None)
-    needs = f"schedule {schedule} needs microbatches in groups of {ranks}, one per rank, and"
+    needs = f"schedule {schedule} {groups_needed(ranks)}"
     if number is None:
         raise ScheduleError(
             f"{needs} no multiple of {ranks} divides the batch of {extent}; use a batch or stages with one, or "

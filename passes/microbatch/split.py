@@ -116,7 +116,7 @@ def _check(graph: Graph, count: int, patterns: Sequence[str]) -> None:
         return
     names = sorted({name for op in graph.walk() for name in names_of(op) if name})
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, MAX_NAMES, cutoff=0.4)
             nearest = f"; the nearest: {', '.join(map(repr, near))}" if near else ""
             raise ArgumentError(
