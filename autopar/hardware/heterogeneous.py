@@ -25,10 +25,11 @@ def slowest_device(devices: Sequence[Device]) -> Device:
     """A device with the worst figures of all devices; peak x efficiency is the smallest of any, for every dtype."""
     if len(set(devices)) == 1 and all(d.peak_flops == devices[0].peak_flops for d in devices):
         return devices[0]
-    # a rate is peak times efficiency: the smallest product, over the one efficiency that is kept
+    # a rate is peak times efficiency: the smallest product, over the one efficiency that is kept. A ratio of at least 1
+    # is rounded to 1 or more, so that no peak is below the smallest
     efficiency = min(d.efficiency for d in devices)
     dtypes = dict.fromkeys(dtype for d in devices for dtype in d.peak_flops)
-    rates = {dtype: min(d.peak(dtype) * d.efficiency for d in devices) / efficiency for dtype in dtypes}
+    rates = {dtype: min(d.peak(dtype) * (d.efficiency / efficiency) for d in devices) for dtype in dtypes}
     # the larger the extents at which the rate is half, the slower small products are
     rows, columns, contracted = (max(extents) for extents in zip(*(d.half_rate_extents for d in devices), strict=True))
     return replace(

@@ -263,6 +263,16 @@ def test_saved_clusters_are_read_again(cluster: Cluster) -> None:
         assert Cluster.from_toml(path) == cluster
 
 
+def test_joined_devices_are_no_slower_than_the_slowest() -> None:
+    """The product of this peak and efficiency, divided by the efficiency again, is below the peak."""
+    peak, efficiency = LEAST_SPEED, 531795652780329.0
+    assert peak * efficiency / efficiency < peak
+    preset = Cluster.preset("p3.16xlarge")
+    device = dataclasses.replace(preset.device, peak_flops={"float32": peak}, efficiency=efficiency)
+    groups = [dataclasses.replace(preset, device=d) for d in (device, dataclasses.replace(device, name="other"))]
+    assert Cluster.joined(groups).device.peak_flops == {"float32": peak}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_a_file(name: str, tmp_path: Path) -> None:
     cluster = Cluster.preset(name, hosts=2)
