@@ -4,16 +4,35 @@ Arguments of the command line: model file, solution file, time limit (s), absolu
 
 The LP relaxation is solved first, by dual simplex without presolve. Its solution is integral more often than not, and
 then no branch and bound is needed. The solution file is JSON: status, bound, values of the nonzero columns, message.
+
+The package `highspy` imports NumPy, which takes ten times as long as a small problem. Its compiled module needs none of
+NumPy for what is read here; vectors such as `col_cost_` would.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 import sys
 import time
+from typing import Any
 
-import highspy
+
+def _highspy() -> Any:
+    """The compiled module of the package highspy, or the package where it has no such module. Tried on 1.16.0."""
+    spec = importlib.util.find_spec("highspy")
+    assert spec is not None
+    sys.modules["highspy"] = importlib.util.module_from_spec(spec)  # not executed
+    try:
+        return importlib.import_module("highspy._core")
+    except ImportError:
+        del sys.modules["highspy"]
+        return importlib.import_module("highspy")
+
+
+highspy = _highspy()
 
 INTEGRAL = 1e-7  # largest distance from an integer at which a value counts as integral
 PROVEN = 1e-9  # largest relative distance between objective and bound at which the objective counts as optimal
@@ -22,7 +41,7 @@ PROVEN = 1e-9  # largest relative distance between objective and bound at which 
 def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
     """Solve the model to the absolute gap and write the solution file."""
     deadline = time.monotonic() + float(limit)
-    solver = highspy.Highs()
+    solver: Any = (highspy._Highs if hasattr(highspy, "_Highs") else highspy.Highs)()
     for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", float(gap))):
         solver.setOptionValue(option, value)
     solver.readModel(model_path)
@@ -37,7 +56,7 @@ def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
         json.dump(_answer(solver, status, float(gap)), file)
 
 
-def _run(solver: highspy.Highs, deadline: float, *, relaxed: bool) -> str:
+def _run(solver: Any, deadline: float, *, relaxed: bool) -> str:
     """Solve the model or its LP relaxation. Returns "optimal", "infeasible", "time-limit" or "failed"."""
     solver.setOptionValue("solve_relaxation", relaxed)
     solver.setOptionValue("presolve", "off" if relaxed else "on")
@@ -52,7 +71,7 @@ def _run(solver: highspy.Highs, deadline: float, *, relaxed: bool) -> str:
     return kinds.get(solver.getModelStatus(), "failed")
 
 
-def _answer(solver: highspy.Highs, status: str, gap: float) -> dict[str, object]:
+def _answer(solver: Any, status: str, gap: float) -> dict[str, object]:
     """The content of the solution file."""
     # the node count is -1 if only the relaxation was solved; primal status 2 is "feasible"
     info, mip = solver.getInfo(), solver.getInfo().mip_node_count >= 0
@@ -62,9 +81,7 @@ def _answer(solver: highspy.Highs, status: str, gap: float) -> dict[str, object]
     bound = info.mip_dual_bound if mip else info.objective_function_value
     # without a bound HiGHS reports infinity, as a number near the largest
     proven = (status == "optimal" or (status == "time-limit" and mip)) and abs(bound) < 1e300
-    objective = math.fsum(
-        cost * values.get(name, 0.0) for name, cost in zip(names, solver.getLp().col_cost_, strict=True)
-    )
+    objective = math.fsum(solver.getCol(i)[1] * values[name] for i, name in enumerate(names) if name in values)
     if status == "optimal" and objective - bound > PROVEN * max(1.0, abs(bound)):
         status = "near-optimal" if gap > 0 else "failed"
     message = solver.modelStatusToString(solver.getModelStatus())
