@@ -127,9 +127,9 @@ class Inputs:
         return max(leaf.shape[0] for leaf in jax.tree.leaves(self.batches[0]))
 
 
-def inputs(target: str, dtype: str, batch: int | None = None) -> Inputs:
-    """The same numbers for every mesh; `batch`: examples, if not as many as the model has."""
-    model = zoo.build(target, dtype=dtype, batch=batch)
+def inputs(target: str, dtype: str, batch: int | None = None, layers: int | None = None) -> Inputs:
+    """The same numbers for every mesh; `batch` and `layers`: examples and blocks, if not as many as the model has."""
+    model = zoo.build(target, dtype=dtype, batch=batch, layers=layers)
     batches = tuple(model.make_batch(jax.random.key(1 + i)) for i in range(STEPS))
     return Inputs(model, model.init(jax.random.key(0)), batches)
 
@@ -308,9 +308,9 @@ class Single:
     flops: float
 
 
-def single(target: str, dtype: str, batch: int | None = None) -> Single:
+def single(target: str, dtype: str, batch: int | None = None, layers: int | None = None) -> Single:
     """`STEPS` jitted steps on one device."""
-    model_inputs = inputs(target, dtype, batch)
+    model_inputs = inputs(target, dtype, batch, layers)
     compiled = jax.jit(model_inputs.model.step).lower(model_inputs.state, model_inputs.batches[0]).compile()
     run = steps(compiled, model_inputs, model_inputs.state)
     return Single(model_inputs, run, float((compiled.cost_analysis() or {})["flops"]))
