@@ -265,8 +265,8 @@ def test_no_plan_on_one_mesh_takes_less_than_the_bound_on_one_stage(
     cluster: str, share: float, shape: tuple[int, ...]
 ) -> None:
     """Within less memory, with the layers priced at every rate."""
-    of, count = search("gpt-toy", cluster), 4
-    model = zoo.build("gpt-toy", **MODELS["gpt-toy"])
+    of, count = search("mlp-toy", cluster), 4
+    model = zoo.build("mlp-toy", **MODELS["mlp-toy"])
     options: dict[str, Any] = {"mesh": shape, "num_microbatches": count, "batch_argnums": 1}
 
     def planned(budget: int | None) -> Plan:
