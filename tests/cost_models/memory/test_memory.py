@@ -451,7 +451,7 @@ def test_devices_know_their_backend() -> None:
 
 COMPILED = (
     ("equinox-toy", {"batch": 262144}, (8,)),
-    ("flax-linen-toy", {"batch": 32768}, (8,)),
+    ("flax-linen-toy", {"batch": 32768, "layers": 1}, (8,)),
 )
 
 
