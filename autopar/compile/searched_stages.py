@@ -29,6 +29,7 @@ from autopar.ir.trace import Traced
 from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.backward_passes import has_backward
+from autopar.passes.inter_op.lower_bound import PIPELINE_BOUND
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.remat import choose_offload
 from autopar.plans import cache as plan_cache
@@ -149,10 +150,13 @@ def search_stages(call: Call, s: Settings) -> PlannedStep:
         raise budget_error(best.plan, graph, s.memory_budget)
     phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
     plan = replace(best.plan, phases=phases)
-    if step is not None and search is not None and plan.pipelined and fits(best, s):
+    # the gap of one mesh is that of its layouts; where it is small, pipelines are not bounded
+    is_open = plan.pipelined or plan.gap > PIPELINE_BOUND.gap
+    if step is not None and search is not None and is_open and fits(best, s):
         call.report("bounding the step of every pipeline")
         bounding = time.perf_counter()
-        plan = pipeline_plan.bounded_by(plan, pipelines.least_seconds(step, search, plan.step_time_s))
+        bounded = pipeline_plan.bounded_by(plan, pipelines.least_seconds(step, search, plan.step_time_s))
+        plan = min(bounded, plan, key=lambda p: p.gap)
         plan = replace(plan, phases={**phases, "lower_bound": time.perf_counter() - bounding})
     best = replace(best, plan=plan)
     warn_of(call, best)

@@ -8,7 +8,8 @@ something with them:
 
 With these at no cost, and resharding between layers left out, the seconds of a stage are at least the sum over its
 layers. A rematerialised layer takes as long as its forward pass alone, and the rest with as much of the forward pass as
-its residuals are computed from                                                                         -> bound_on
+its residuals are computed from; where it keeps the results of its products, what it repeats takes at least the least
+that each operation takes                                                                               -> bound_on
 
 Within a memory limit M, bytes may have a price w >= 0 (s/byte; Everett, 1963). The bound on a stage is again a sum over
 its layers:
@@ -25,16 +26,21 @@ Layers are of one class if they are isomorphic as stages, backward pass and upda
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from autopar.cost_models.compiler.backends import backend_of
+from autopar.cost_models.compiler.backends import Backend, backend_of
+from autopar.cost_models.compiler.flatten import flatten
+from autopar.cost_models.compiler.lifetimes import lifetimes
+from autopar.cost_models.compiler.written_values import written
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import weighted_sum
 from autopar.cost_models.sharding.groups import Binding, Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.ir.problem import Problem
 from autopar.passes.inter_op.layer_costs import LayerClasses
 from autopar.passes.intra_op import build as intra_op
@@ -67,19 +73,29 @@ class BoundEffort:
 BOUND = BoundEffort()
 
 
+#: Residuals without rematerialisation where all passes are one program, beside those of policies.
+FUSED = "fused"
+
+
 @dataclass(frozen=True, slots=True)
 class LayerBound:
     """What a layer takes at least on a mesh.
 
     Attributes:
-        seconds: per step, without rematerialisation.
-        recomputed: s per step with it.
+        seconds: rematerialisation policy -> s per step.
         path: s of the passes of one microbatch, without communication.
     """
 
-    seconds: float
-    recomputed: float
+    seconds: Mapping[str, float]
     path: float
+
+    def highest(self, other: LayerBound, share: float, path_share: float) -> LayerBound:
+        """The higher of these seconds and of shares of others."""
+        seconds = {policy: max(s, share * other.seconds[policy]) for policy, s in self.seconds.items()}
+        return LayerBound(seconds, max(self.path, path_share * other.path))
+
+
+NOTHING = LayerBound(dict.fromkeys(rewrite.POLICIES, 0.0), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,30 +126,35 @@ class BoundedLayers:
             mesh: any.
 
         Returns:
-            Rematerialisation policy -> bytes of every layer.
+            Rematerialisation policy -> bytes of every layer; `FUSED`: without rematerialisation where all passes are
+            one program.
         """
         kept: dict[int, Mapping[str, frozenset[int]]] = {}
         for c, layer in graphs.items():
             grouping = op_groups.group(layer.graph, rules[c], mesh, surroundings=surroundings_of(layer))
-            kept[c] = self._residuals(c, layer, grouping.bindings)
+            kept[c] = self._residuals(c, layer, grouping.bindings, backend_of(mesh.device))
         return {
-            p: self._without_earlier(graphs, {c: values[p] for c, values in kept.items()}) for p in rewrite.POLICIES
+            p: self._without_earlier(graphs, {c: values[p] for c, values in kept.items()})
+            for p in (*rewrite.POLICIES, FUSED)
         }
 
     def _residuals(
-        self, class_: int, layer: StageGraph, bindings: Mapping[int, Binding]
+        self, class_: int, layer: StageGraph, bindings: Mapping[int, Binding], backend: Backend
     ) -> Mapping[str, frozenset[int]]:
-        """Rematerialisation policy -> values that the layer keeps for its backward pass at least."""
+        """Values that the layer keeps for its backward pass at least; keys as of `residual_bytes`."""
         stage, transfers = self.classes.stage[class_], self.classes.stages.transfers.items()
         sent = {
             v for transfer, values in transfers if transfer.kind == "F" and transfer.target == stage for v in values
         }
+        received = frozenset(layer.received.values())
         entering = frozenset(layer.received[v] for v in sent)
-        stashed = frozenset(stashed_values(layer, bindings)) - (frozenset(layer.received.values()) - entering)
-        read = {a for i in _repeated_by_remat(layer) for a in layer.graph.by_index[i].inputs if isinstance(a, int)}
-        costly = {v for op in layer.graph.ops if not is_cheap(op) for v in op.outputs}
-        full = frozenset(entering & (stashed | read))
-        return {rewrite.NONE: stashed, rewrite.DOTS: (stashed & costly) | full, rewrite.FULL: full}
+        views = frozenset(v for v, binding in bindings.items() if binding.view is not None)
+        stashed = frozenset(stashed_values(layer, bindings))
+        kept = {rewrite.NONE: stashed, FUSED: _written_residuals(layer, views, backend)}
+        return {
+            **{policy: values - (received - entering) for policy, values in kept.items()},
+            **{p: (entering | _products(layer, p)) & _repeated(layer, p)[1] for p in (rewrite.DOTS, rewrite.FULL)},
+        }
 
     def _without_earlier(
         self, graphs: Mapping[int, StageGraph], residuals: Mapping[int, frozenset[int]]
@@ -144,9 +165,11 @@ class BoundedLayers:
         for form, c in zip(self.forms, self.classes.of_layer, strict=True):
             first = self.forms[self.classes.stage[c]]
             here = graphs[c] if form is first else renamed(graphs[c], first, form)
-            new = {v: a for v, a in {**here.received, **here.local}.items() if a in residuals[c] and v not in kept}
-            kept |= new.keys()
-            nbytes.append(_nbytes(graphs[c], {a for a in new.values() if isinstance(a, int)}))
+            received = {v: a for v, a in here.received.items() if a in residuals[c]}
+            own = residuals[c].difference(received.values())
+            new = own.union(a for v, a in received.items() if v not in kept)
+            kept.update(received, (v for v, a in here.local.items() if a in own))
+            nbytes.append(_nbytes(graphs[c], new))
         return nbytes
 
 
@@ -175,15 +198,16 @@ def bound_on(
     `remat`: whether what rematerialisation takes is bounded too; otherwise it is taken to be nothing.
     """
     parts = _LayerProblems(layer, mesh, rules)
-    seconds = _least(parts.whole.problem, effort)
-    recomputed = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort) if remat else seconds
-    grouping = parts.grouping
-    in_passes = (
-        float(group.strategies.cost.min()) * group.weight
-        for group in grouping.groups
-        if group.op >= 0 and group.op not in grouping.free and layer.program_of(group.op) in PASS_KINDS
-    )
-    return LayerBound(seconds, max(seconds, recomputed), sum(in_passes) / layer.microbatches)
+    least = _least(parts.whole.problem, effort)
+    seconds = dict.fromkeys(rewrite.POLICIES, least)
+    if remat:
+        # of a loop over layers no more than its body is repeated in part
+        repeated = {i for i in _repeated(layer, rewrite.DOTS)[0] if not layer.graph.by_index[i].regions}
+        seconds[rewrite.DOTS] += math.fsum(s for op, s in parts.least_of_ops if op in repeated)
+        again = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort)
+        seconds[rewrite.FULL] = max(least, again)
+    in_passes = (s for op, s in parts.least_of_ops if layer.program_of(op) in PASS_KINDS)
+    return LayerBound(seconds, math.fsum(in_passes) / layer.microbatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +298,14 @@ class _LayerProblems:
     @cached_property
     def rest(self) -> Model:
         """The rest, with as much of the forward pass as residuals are computed from."""
-        return self._without(self._forward - _repeated_by_remat(self.layer))
+        return self._without(self._forward - _repeated(self.layer, rewrite.FULL)[0])
+
+    @property
+    def least_of_ops(self) -> Iterator[tuple[int, float]]:
+        """Operations with the least seconds per step that each takes in any layout."""
+        for group in self.grouping.groups:
+            if group.op >= 0 and group.op not in self.grouping.free:
+                yield group.op, float(group.strategies.cost.min()) * group.weight
 
     @property
     def _forward(self) -> frozenset[int]:
@@ -308,17 +339,50 @@ def surroundings_of(layer: StageGraph) -> Surroundings:
     return Surroundings(entering, frozenset(layer.sent), frozenset(repeated))
 
 
-def _repeated_by_remat(layer: StageGraph) -> frozenset[int]:
-    """Indices of forward operations that values of the forward pass, which later passes read, are computed from."""
+def _repeated(layer: StageGraph, policy: str) -> tuple[frozenset[int], frozenset[int]]:
+    """What the backward pass repeats of the forward pass under a policy for rematerialisation.
+
+    Returns:
+        Indices of the operations from which values that backward passes read are computed, up to values that the
+        policy keeps, and the values that these operations or backward passes read.
+    """
     maker = {v: op for op in layer.graph.ops for v in op.outputs}
+    # what other layers read is kept, too
+    available = _products(layer, policy) | {layer.graph.outputs[i] for i in layer.sent}
     stack = [*_read_later(layer)]
-    repeated: set[int] = set()
+    repeated, read = set[int](), set(stack)
     while stack:
-        op = maker.get(stack.pop())
+        value = stack.pop()
+        op = None if value in available else maker.get(value)
         if op is not None and op.index not in repeated and layer.program_of(op.index) == "F":
             repeated.add(op.index)
-            stack.extend(a for a in op.inputs if isinstance(a, int))
-    return frozenset(repeated)
+            operands = [a for a in op.inputs if isinstance(a, int)]
+            stack.extend(operands)
+            read.update(operands)
+    return frozenset(repeated), frozenset(read)
+
+
+def _written_residuals(layer: StageGraph, views: frozenset[int], backend: Backend) -> frozenset[int]:
+    """Values in memory between the forward and the backward pass of a layer if both are one program.
+
+    What the compiler fuses into both is not, but what it is computed from.
+    """
+    program = flatten(layer.graph, replace(backend, runs_eagerly=False), {}, 1, views)
+    lives = lifetimes(program, written(program))
+    passes = {i: kind for kind in PASS_KINDS for i in layer.programs.get(kind, ())}
+    at = [(moment, passes.get(step.op.index)) for moment, step in enumerate(lives.moments)]
+    last = max((moment for moment, kind in at if kind == "F"), default=-1)
+    first = min((moment for moment, kind in at if kind in ("B", "W")), default=lives.end)
+    values = (*layer.received.values(), *(v for op in layer.graph.ops for v in op.outputs))
+    return frozenset(v for v in values if lives.birth.get(v, lives.end) <= last and first <= lives.death[v] < lives.end)
+
+
+def _products(layer: StageGraph, policy: str) -> frozenset[int]:
+    """Results of products of the forward pass, where a policy for rematerialisation keeps them."""
+    if policy != rewrite.DOTS:
+        return frozenset()
+    forward = (layer.graph.by_index[i] for i in layer.programs.get("F", ()))
+    return frozenset(v for op in forward if op.name in ALL_PRODUCTS for v in op.outputs)
 
 
 def _read_later(layer: StageGraph) -> frozenset[int]:

@@ -41,6 +41,8 @@ from autopar.hardware.meshes import layouts_key, targets
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, RunCosts
 from autopar.passes.inter_op.layer_bounds import (
+    FUSED,
+    NOTHING,
     BoundedLayers,
     ByteRates,
     LayerBound,
@@ -84,6 +86,22 @@ PIPELINE_BOUND = PipelineBoundEffort()
 ONE_STAGE = "one stage"
 _Task: TypeAlias = tuple[int, int, str]
 """A submesh, a class of layers, and their policy: no or full rematerialisation, or that of one stage."""
+
+
+@dataclass(frozen=True, eq=False)
+class OneStage:
+    """What the layers of a step take at least in one stage.
+
+    Attributes:
+        seconds: s per step, shape (policies, layers).
+        residuals: bytes per device, in even shards, shape (policies, layers).
+        state, sums: bytes per device of state, and of accumulators.
+    """
+
+    seconds: Floats
+    residuals: Floats
+    state: float
+    sums: float
 
 
 @dataclass(eq=False)
@@ -180,41 +198,58 @@ class PipelineBound:
     def _one_stage(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> float:
         """Lower bound (s) on the step on all devices, where single layers are rematerialised and state is offloaded.
 
-        Elementwise operations are repeated at no cost. What then exceeds the memory is recomputed, or waits in host
-        memory, the bytes first that take the fewest seconds (`autopar.passes.remat.choose_offload`).
+        With bytes K of a layer's residuals by each policy, bytes S of state and A of accumulators, memory M and
+        bandwidth B of the host's link
+
+            seconds  >=  sum over layers of  min over policies (seconds + w K)  +  min(w, 2 / B) S  +  w (A - M)
+
+        for every price of a byte w >= 0, as in `layer_bounds`. It is piecewise linear in w, so that its highest value
+        is at a price at which two policies cost the same, or offloading and memory.
 
         Args:
             count: the number of microbatches.
             bounds: class of layers -> its bound on all devices.
             n: a mesh of all devices.
         """
-        devices, bandwidth = self._sizes[n], self.search.cluster.device.host_bandwidth
-        of_layer, memory = self._layers.classes.of_layer, max(self.search.capacity(self.space))
-        kept, least = ([each / (devices * count) for each in self._residuals[p]] for p in (remat.DOTS, remat.FULL))
-        state = math.fsum(self._state[c] for c in of_layer) / devices
-        excess = state + sum(kept) - memory
-        seconds = sum(bounds[c].seconds for c in of_layer)
-        layers = [bounds[c] for c in of_layer]
-        saved = [(b.recomputed - b.seconds, a - f) for b, a, f in zip(layers, kept, least, strict=True) if a > f]
-        saved += [(2 * state / bandwidth, state)] if bandwidth else []
-        for again, nbytes in sorted(saved, key=lambda item: item[0] / item[1]):
-            if excess > 0:
-                seconds += again * min(1.0, excess / nbytes)
-                excess -= nbytes
-        if excess > 0:
+        stage, memory = self.one_stage(n, count), max(self.search.capacity(self.space))
+        offload = 2 / bandwidth if (bandwidth := self.search.cluster.device.host_bandwidth) else math.inf
+        seconds, kept, state, sums = stage.seconds, stage.residuals, stage.state, stage.sums
+        cheaper = [
+            (seconds[q] - seconds[p])[larger] / (kept[p] - kept[q])[larger]
+            for p, q in itertools.permutations(range(len(remat.POLICIES)), 2)
+            if (larger := kept[p] > kept[q]).any()
+        ]
+        if kept.min(0).sum() + sums + (0 if bandwidth else state) > memory:
             return math.inf
-        with_prices = self._one_stage_priced(count, bounds, n)
-        return max(seconds, with_prices) * (1 - ROUNDING)
+        prices = np.unique(np.concatenate([*cheaper, [0.0, offload]]))
+        prices = prices[(prices >= 0) & np.isfinite(prices)]
+        least = (seconds[..., None] + prices * kept[..., None]).min(0).sum(0)
+        dual = least + np.minimum(prices, offload) * state + prices * (sums - memory)
+        return max(float(dual.max()), self._one_stage_priced(count, bounds, n, stage)) * (1 - ROUNDING)
 
-    def _one_stage_priced(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> float:
+    def one_stage(self, n: int, count: int) -> OneStage:
+        """What all layers take in one stage on a mesh of all devices, with a number of microbatches."""
+        bounds, policies = self._bounds(count)[n], (FUSED, remat.DOTS, remat.FULL)
+        of_layer, size = self._layers.classes.of_layer, self._sizes[n]
+        frees = self._recomputable
+        seconds = [
+            [bounds[c].seconds[p if can_be else remat.NONE] for c, can_be in zip(of_layer, frees, strict=True)]
+            for p in remat.POLICIES
+        ]
+        residuals = np.array([self._stashed(policy, FUSED) for policy in policies]) / (size * count)
+        state = math.fsum(self._state[c] for c in of_layer) / size
+        sums = math.fsum(self._fixed) / size - state if count > 1 else 0.0
+        return OneStage(np.array(seconds), residuals, state, sums)
+
+    def _one_stage_priced(self, count: int, bounds: Mapping[int, LayerBound], n: int, stage: OneStage) -> float:
         """The same with bytes in their layouts, at the best rate; every layer is rematerialised if that is cheaper."""
-        share, memory = 1 / (self._sizes[n] * count), max(self.search.capacity(self.space))
-        dots, full = (share * np.array(self._residuals[p])[:, None] for p in (remat.DOTS, remat.FULL))
-        price = self._even_price(n, ONE_STAGE)
-        again = np.array([bounds[c].recomputed + price[c] for c in self._layers.classes.of_layer])
+        memory, price = max(self.search.capacity(self.space)), self._even_price(n, ONE_STAGE)
+        none, dots, full = stage.residuals[..., None] * self.rates
+        seconds, repeated, again = stage.seconds[..., None]
         as_written = self._prices_of(count, bounds, n, ONE_STAGE)
-        least = np.minimum(as_written + self.rates * dots, again + self.rates * full)
-        return float((least.sum(0) - self.rates * memory).max())
+        of_layers = np.array([price[c] for c in self._layers.classes.of_layer])
+        policies = as_written + none, as_written + repeated - seconds + dots, again + of_layers + full
+        return float((np.minimum.reduce(policies).sum(0) - self.rates * memory).max())
 
     def _prices(self, count: int, bounds: Mapping[int, Mapping[int, LayerBound]]) -> Mapping[int, Sequence[Priced]]:
         """Submesh -> at every rate, the bounds of `_costs` with the price of all bytes but residuals."""
@@ -252,7 +287,7 @@ class PipelineBound:
         price = self._even_price(n, policy)
         of_class: dict[int, Floats] = {}
         for c, bound in bounds.items():
-            seconds = bound.recomputed if policy == remat.FULL else bound.seconds
+            seconds = bound.seconds[remat.FULL if policy == remat.FULL else remat.NONE]
             # a byte more costs the rate more, at least for even shards
             of_class[c] = price[c] + np.maximum.accumulate(np.maximum(highest.get(c, price[c]) - price[c], seconds))
         return np.array([of_class[c] for c in self._layers.classes.of_layer])
@@ -294,17 +329,11 @@ class PipelineBound:
 
     def _bounds(self, count: int) -> Mapping[int, Mapping[int, LayerBound]]:
         """Submesh -> class of layers -> the highest of its bounds for divisors of the number and of the submesh."""
-        nothing = LayerBound(0.0, 0.0, 0.0)
-        table = {n: dict.fromkeys(self._layers.classes.stage, nothing) for n in self._sizes}
+        table = {n: dict.fromkeys(self._layers.classes.stage, NOTHING) for n in self._sizes}
         for (m, n, c), bound in self.bounded.items():
             for larger in self._sizes if count % m == 0 else ():
                 if (share := self._share(n, larger)) is not None:
-                    best = table[larger][c]
-                    table[larger][c] = LayerBound(
-                        max(best.seconds, share * bound.seconds),
-                        max(best.recomputed, share * bound.recomputed),
-                        max(best.path, share * m / count * bound.path),
-                    )
+                    table[larger][c] = table[larger][c].highest(bound, share, share * m / count)
         return table
 
     def _costs(self, n: int, count: int, layers: Sequence[LayerBound]) -> RunCosts:
@@ -313,8 +342,8 @@ class PipelineBound:
         stash: list[Floats] = []
         for policy in self.space.policies:
             again = zip(layers, self._repeats(policy), strict=True)
-            seconds.append(sums_of_runs([b.recomputed if a else b.seconds for b, a in again]))
-            stash.append(sums_of_runs([nbytes / self._sizes[n] / count for nbytes in self._residuals[policy]]))
+            seconds.append(sums_of_runs([b.seconds[remat.FULL if a else remat.NONE] for b, a in again]))
+            stash.append(sums_of_runs((self._stashed(policy) / self._sizes[n] / count).tolist()))
         nothing = np.zeros_like(np.stack(seconds))
         fixed = nothing + sums_of_runs([nbytes / self._sizes[n] for nbytes in self._fixed])
         return RunCosts(np.stack(seconds) / count, nothing, fixed, np.stack(stash))
@@ -406,7 +435,7 @@ class PipelineBound:
     def _even(self, count: int, n: int) -> float:
         """Lower bound (s) on the step if all layers have submeshes of this size, evenly divided among them."""
         of_class, of_layer = self._bounds(count)[n], self._layers.classes.of_layer
-        return sum(of_class[c].seconds for c in of_layer) * self._sizes[n] / self.search.cluster.num_devices
+        return sum(of_class[c].seconds[remat.NONE] for c in of_layer) * self._sizes[n] / self.search.cluster.num_devices
 
     def _graphs(self, count: int, classes: Collection[int]) -> Mapping[int, StageGraph]:
         """Class -> the layer as a graph, on the shapes of a microbatch."""
@@ -464,11 +493,11 @@ class PipelineBound:
         count, graphs = min(self.space.counts), self._first_graphs
         mesh = next(iter(self.search.meshes.values()))
         residuals = self._for_count(count).residual_bytes(graphs, self._rules(graphs), mesh)
-        none = residuals[remat.NONE]
-        return {
-            policy: [count * (a if can_be else b) for a, b, can_be in zip(kept, none, self._recomputable, strict=True)]
-            for policy, kept in residuals.items()
-        }
+        return {policy: [count * nbytes for nbytes in of_layers] for policy, of_layers in residuals.items()}
+
+    def _stashed(self, policy: str, none: str = remat.NONE) -> Floats:
+        """Bytes of residuals of every layer, whole batch; `none`: of those that cannot be rematerialised."""
+        return np.where(self._recomputable, self._residuals[policy], self._residuals[none])
 
     @cached_property
     def _fixed(self) -> Sequence[float]:

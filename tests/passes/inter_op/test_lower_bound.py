@@ -26,7 +26,7 @@ from autopar.passes.memory.penalised import penalised
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat.options import Options
-from autopar.passes.remat.rewrite import FULL, NONE, recomputable
+from autopar.passes.remat.rewrite import FULL, NONE, POLICIES, recomputable
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.graph import stage_graph
@@ -67,7 +67,7 @@ def bounds(model: str, cluster: str, n: int, count: int = COUNT) -> list[float]:
     bounded = layers(model, cluster, count)
     mesh = search(model, cluster).meshes[n]
     of_class = {
-        c: bound_on(g, mesh, rules_of(g.graph), remat=False).seconds for c, g in bounded.classes.graphs().items()
+        c: bound_on(g, mesh, rules_of(g.graph), remat=False).seconds[NONE] for c, g in bounded.classes.graphs().items()
     }
     return [of_class[c] for c in bounded.classes.of_layer]
 
@@ -255,6 +255,29 @@ def test_no_planned_pipeline_is_faster_than_the_bound(data: st.DataObject) -> No
     layouts = pipelines.plan_layouts(replace(step, graph=pipeline.layers.graph), pipeline, of.options)
     plan = make_plan(step.graph, pipeline, layouts, target, (), 0.0)
     assert plan.step_time_s >= step_bound(cluster, policy, float(plan.peak_memory_bytes))
+
+
+@pytest.mark.parametrize("model", sample(["gpt-toy", "t5-toy"], ["gpt-toy"]))
+def test_one_stage_takes_no_less_under_a_policy_than_the_bounds_on_its_layers(model: str) -> None:
+    """Neither seconds, at its fastest, nor bytes, with the least memory."""
+    of, count = search(model, "one host"), 2
+    space = SearchSpace(of.batch, (count,), stages=1, memory=1e5)
+    bound = PipelineBound(of, space, effort=replace(PIPELINE_BOUND, large=0.0))
+    bound.least()
+    built = zoo.build(model, **MODELS[model])
+    n = next(n for n, mesh in of.meshes.items() if mesh.size == of.cluster.num_devices)
+    options: dict[str, Any] = {"mesh": of.meshes[n].sizes, "num_microbatches": count, "batch_argnums": 1}
+
+    def planned(policy: str, budget: str | None) -> Plan:
+        options.update(remat=policy, memory_budget=budget)
+        return api.plan(built.step, *built.abstract_args(), cluster=of.cluster, **options)
+
+    of_layers = bound.one_stage(n, count)
+    for policy, seconds, nbytes in zip(POLICIES, of_layers.seconds, of_layers.residuals, strict=True):
+        fastest, smallest = planned(policy, None), planned(policy, "min")
+        assert 0.9 * fastest.step_time_s <= seconds.sum() <= fastest.step_time_s
+        bound_on_bytes = nbytes.sum() + of_layers.state + of_layers.sums
+        assert 0.5 * smallest.peak_memory_bytes <= bound_on_bytes <= smallest.peak_memory_bytes
 
 
 @pytest.mark.parametrize("shape", meshes.factorisations(4))
