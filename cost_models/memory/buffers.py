@@ -69,8 +69,7 @@ def buffers(
     """The buffers of a program whose arguments at these positions are given away, or wait in the host's memory."""
     ends = _ends(model)
     reads = {site: end for end, sites in ends.items() for site in sites}
-    views = frozenset(v for v, binding in model.grouping.bindings.items() if binding.view is not None)
-    program = flatten(graph, backend, reads, mesh.size, views)
+    program = flatten(graph, backend, reads, mesh.size, model.grouping.views)
     w = written(program)
     lives = lifetimes(program, w)
     makers = {v: step for step in lives.moments for v in step.outputs}

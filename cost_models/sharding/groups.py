@@ -155,6 +155,11 @@ class Grouping:
     repeated: Mapping[int, float] = field(default_factory=dict[int, float])
     free: frozenset[int] = frozenset()
 
+    @property
+    def views(self) -> frozenset[int]:
+        """Values that are broadcasts of others, without a layout of their own."""
+        return frozenset(v for v, binding in self.bindings.items() if binding.view is not None)
+
     def without(self, ops: Collection[int]) -> Grouping:
         """The same where these operations cost nothing, nor what they read in another layout."""
         charges = tuple(charge for charge in self.charges if charge.op not in ops)

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.cost_models.compiler.backends import Backend, backend_of
 from autopar.cost_models.compiler.flatten import flatten
@@ -38,7 +38,7 @@ from autopar.cost_models.compiler.lifetimes import lifetimes
 from autopar.cost_models.compiler.written_values import written
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import weighted_sum
-from autopar.cost_models.sharding.groups import Binding, Grouping, Model
+from autopar.cost_models.sharding.groups import Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.op_sets import ALL_PRODUCTS
 from autopar.ir.problem import Problem
@@ -132,14 +132,14 @@ class BoundedLayers:
         kept: dict[int, Mapping[str, frozenset[int]]] = {}
         for c, layer in graphs.items():
             grouping = op_groups.group(layer.graph, rules[c], mesh, surroundings=surroundings_of(layer))
-            kept[c] = self._residuals(c, layer, grouping.bindings, backend_of(mesh.device))
+            kept[c] = self._residuals(c, layer, grouping, _in_order(mesh))
         return {
             p: self._without_earlier(graphs, {c: values[p] for c, values in kept.items()})
             for p in (*rewrite.POLICIES, FUSED)
         }
 
     def _residuals(
-        self, class_: int, layer: StageGraph, bindings: Mapping[int, Binding], backend: Backend
+        self, class_: int, layer: StageGraph, grouping: Grouping, backend: Backend
     ) -> Mapping[str, frozenset[int]]:
         """Values that the layer keeps for its backward pass at least; keys as of `residual_bytes`."""
         stage, transfers = self.classes.stage[class_], self.classes.stages.transfers.items()
@@ -148,12 +148,11 @@ class BoundedLayers:
         }
         received = frozenset(layer.received.values())
         entering = frozenset(layer.received[v] for v in sent)
-        views = frozenset(v for v, binding in bindings.items() if binding.view is not None)
-        stashed = frozenset(stashed_values(layer, bindings))
-        kept = {rewrite.NONE: stashed, FUSED: _written_residuals(layer, views, backend)}
+        stashed = frozenset(stashed_values(layer, grouping.bindings))
+        kept = {rewrite.NONE: stashed, FUSED: _written_residuals(layer, grouping.views, backend)}
         return {
             **{policy: values - (received - entering) for policy, values in kept.items()},
-            **{p: (entering | _products(layer, p)) & _repeated(layer, p)[1] for p in (rewrite.DOTS, rewrite.FULL)},
+            **{p: (entering | _products(layer, p)) & _repeated(layer, p).read for p in (rewrite.DOTS, rewrite.FULL)},
         }
 
     def _without_earlier(
@@ -202,7 +201,7 @@ def bound_on(
     seconds = dict.fromkeys(rewrite.POLICIES, least)
     if remat:
         # of a loop over layers no more than its body is repeated in part
-        repeated = {i for i in _repeated(layer, rewrite.DOTS)[0] if not layer.graph.by_index[i].regions}
+        repeated = {i for i in _repeated(layer, rewrite.DOTS).ops if not layer.graph.by_index[i].regions}
         seconds[rewrite.DOTS] += math.fsum(s for op, s in parts.least_of_ops if op in repeated)
         again = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort)
         seconds[rewrite.FULL] = max(least, again)
@@ -239,7 +238,7 @@ def priced_on(
     """
     parts, graph = _LayerProblems(layer, mesh, rules), layer.graph
     model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if recomputed else (parts.whole, 0.0)
-    backend, donated = replace(backend_of(mesh.device), runs_eagerly=False), sorted((graph.carried or {}).values())
+    backend, donated = _in_order(mesh), sorted((graph.carried or {}).values())
     stage = StageLiveness(layer, model, mesh, Liveness(graph, model, mesh, backend, donated))
     rows = (*stage.stored_row(*owned), stage.copies_row(_computed_from(layer, owned[0])))
 
@@ -339,13 +338,20 @@ def surroundings_of(layer: StageGraph) -> Surroundings:
     return Surroundings(entering, frozenset(layer.sent), frozenset(repeated))
 
 
-def _repeated(layer: StageGraph, policy: str) -> tuple[frozenset[int], frozenset[int]]:
+class _Repeated(NamedTuple):
     """What the backward pass repeats of the forward pass under a policy for rematerialisation.
 
-    Returns:
-        Indices of the operations from which values that backward passes read are computed, up to values that the
-        policy keeps, and the values that these operations or backward passes read.
+    Attributes:
+        ops: indices of the operations from which values that backward passes read are computed, up to values that the
+            policy keeps.
+        read: values that these operations or backward passes read.
     """
+
+    ops: frozenset[int]
+    read: frozenset[int]
+
+
+def _repeated(layer: StageGraph, policy: str) -> _Repeated:
     maker = {v: op for op in layer.graph.ops for v in op.outputs}
     # what other layers read is kept, too
     available = _products(layer, policy) | {layer.graph.outputs[i] for i in layer.sent}
@@ -359,7 +365,12 @@ def _repeated(layer: StageGraph, policy: str) -> tuple[frozenset[int], frozenset
             operands = [a for a in op.inputs if isinstance(a, int)]
             stack.extend(operands)
             read.update(operands)
-    return frozenset(repeated), frozenset(read)
+    return _Repeated(frozenset(repeated), frozenset(read))
+
+
+def _in_order(mesh: LogicalMesh) -> Backend:
+    """The compiler for a mesh, with operations in the order of the program: a layer runs beside others."""
+    return replace(backend_of(mesh.device), runs_eagerly=False)
 
 
 def _written_residuals(layer: StageGraph, views: frozenset[int], backend: Backend) -> frozenset[int]:
@@ -367,7 +378,7 @@ def _written_residuals(layer: StageGraph, views: frozenset[int], backend: Backen
 
     What the compiler fuses into both is not, but what it is computed from.
     """
-    program = flatten(layer.graph, replace(backend, runs_eagerly=False), {}, 1, views)
+    program = flatten(layer.graph, backend, {}, 1, views)
     lives = lifetimes(program, written(program))
     passes = {i: kind for kind in PASS_KINDS for i in layer.programs.get(kind, ())}
     at = [(moment, passes.get(step.op.index)) for moment, step in enumerate(lives.moments)]

@@ -82,6 +82,8 @@ class PipelineBoundEffort:
 PIPELINE_BOUND = PipelineBoundEffort()
 
 
+#: Price of all the memory of a device, as a multiple of the seconds of a step, above which no price is tried.
+STEEPEST = 1e4
 #: One stage on all devices, beside the policies for rematerialisation of other stages.
 ONE_STAGE = "one stage"
 _Task: TypeAlias = tuple[int, int, str]
@@ -102,6 +104,38 @@ class OneStage:
     residuals: Floats
     state: float
     sums: float
+
+    def within(self, memory: float, host_bandwidth: float) -> float:
+        """Lower bound (s) on the step, where single layers are rematerialised and state is offloaded.
+
+        With bytes K of a layer's residuals by each policy, bytes S of state and A of accumulators, memory M and
+        bandwidth B of the host's link
+
+            seconds  >=  sum over layers of  min over policies (seconds + w K)  +  min(w, 2 / B) S  +  w (A - M)
+
+        for every price of a byte w >= 0, as in `layer_bounds`. It is piecewise linear in w, so that its highest value
+        is at a price at which two policies cost the same, or offloading and memory.
+
+        Args:
+            memory: bytes per device.
+            host_bandwidth: bytes/s of the link to the host's memory; 0: no state is offloaded.
+
+        Returns:
+            inf, if nothing fits.
+        """
+        offload = 2 / host_bandwidth if host_bandwidth else math.inf
+        kept_state = 0.0 if host_bandwidth else self.state
+        if self.residuals.min(0).sum() + self.sums + kept_state > memory:
+            return math.inf
+        prices = [np.array([0.0, offload] if host_bandwidth else [0.0])]
+        for p, q in itertools.permutations(range(len(self.seconds)), 2):
+            saved, again = self.residuals[p] - self.residuals[q], self.seconds[q] - self.seconds[p]
+            prices.append(again[saved > 0] / saved[saved > 0])
+        w = np.unique(np.concatenate(prices))
+        # at higher prices the difference of large numbers would be rounded by more than the bound is lowered for
+        w = w[(w >= 0) & (w * memory <= STEEPEST * self.seconds.max(0).sum())]
+        least = (self.seconds[..., None] + w * self.residuals[..., None]).min(0).sum(0)
+        return float((least + np.minimum(w, offload) * self.state + w * (self.sums - memory)).max())
 
 
 @dataclass(eq=False)
@@ -148,7 +182,7 @@ class PipelineBound:
 
     def step(self, count: int) -> LeastStep:
         """Lower bound with this number of microbatches, from what is bounded for it and for numbers dividing it."""
-        bounds = self._bounds(count)
+        bounds = self.layer_bounds(count)
         if not self._on_all:
             return LeastStep(0.0, ())  # devices of several kinds may be one mesh, of which nothing is known
         splits = any(SCHEDULES[s].split for s in self.space.schedules)
@@ -196,50 +230,30 @@ class PipelineBound:
         return [n for n, size in self._sizes.items() if size == self.search.cluster.num_devices]
 
     def _one_stage(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> float:
-        """Lower bound (s) on the step on all devices, where single layers are rematerialised and state is offloaded.
-
-        With bytes K of a layer's residuals by each policy, bytes S of state and A of accumulators, memory M and
-        bandwidth B of the host's link
-
-            seconds  >=  sum over layers of  min over policies (seconds + w K)  +  min(w, 2 / B) S  +  w (A - M)
-
-        for every price of a byte w >= 0, as in `layer_bounds`. It is piecewise linear in w, so that its highest value
-        is at a price at which two policies cost the same, or offloading and memory.
+        """Lower bound (s) on the step on all devices (`OneStage.within`), with prices of bytes in their layouts, too.
 
         Args:
             count: the number of microbatches.
             bounds: class of layers -> its bound on all devices.
             n: a mesh of all devices.
         """
-        stage, memory = self.one_stage(n, count), max(self.search.capacity(self.space))
-        offload = 2 / bandwidth if (bandwidth := self.search.cluster.device.host_bandwidth) else math.inf
-        seconds, kept, state, sums = stage.seconds, stage.residuals, stage.state, stage.sums
-        cheaper = [
-            (seconds[q] - seconds[p])[larger] / (kept[p] - kept[q])[larger]
-            for p, q in itertools.permutations(range(len(remat.POLICIES)), 2)
-            if (larger := kept[p] > kept[q]).any()
-        ]
-        if kept.min(0).sum() + sums + (0 if bandwidth else state) > memory:
-            return math.inf
-        prices = np.unique(np.concatenate([*cheaper, [0.0, offload]]))
-        prices = prices[(prices >= 0) & np.isfinite(prices)]
-        least = (seconds[..., None] + prices * kept[..., None]).min(0).sum(0)
-        dual = least + np.minimum(prices, offload) * state + prices * (sums - memory)
-        return max(float(dual.max()), self._one_stage_priced(count, bounds, n, stage)) * (1 - ROUNDING)
+        stage, memory = self.one_stage(count, bounds, n), max(self.search.capacity(self.space))
+        seconds = stage.within(memory, self.search.cluster.device.host_bandwidth)
+        return max(seconds, self._one_stage_priced(count, bounds, n, stage)) * (1 - ROUNDING)
 
-    def one_stage(self, n: int, count: int) -> OneStage:
-        """What all layers take in one stage on a mesh of all devices, with a number of microbatches."""
-        bounds, policies = self._bounds(count)[n], (FUSED, remat.DOTS, remat.FULL)
-        of_layer, size = self._layers.classes.of_layer, self._sizes[n]
-        frees = self._recomputable
-        seconds = [
-            [bounds[c].seconds[p if can_be else remat.NONE] for c, can_be in zip(of_layer, frees, strict=True)]
-            for p in remat.POLICIES
-        ]
-        residuals = np.array([self._stashed(policy, FUSED) for policy in policies]) / (size * count)
-        state = math.fsum(self._state[c] for c in of_layer) / size
+    def one_stage(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> OneStage:
+        """What all layers take in one stage; arguments as of `_one_stage`."""
+        layers, size = [bounds[c] for c in self._layers.classes.of_layer], self._sizes[n]
+        seconds = np.array([self._seconds(layers, policy) for policy in remat.POLICIES])
+        residuals = np.array([self._stashed(policy, FUSED) for policy in (FUSED, remat.DOTS, remat.FULL)])
+        state = math.fsum(self._state[c] for c in self._layers.classes.of_layer) / size
         sums = math.fsum(self._fixed) / size - state if count > 1 else 0.0
-        return OneStage(np.array(seconds), residuals, state, sums)
+        return OneStage(seconds, residuals / (size * count), state, sums)
+
+    def _seconds(self, layers: Sequence[LayerBound], policy: str) -> Sequence[float]:
+        """Bounds (s) on all layers under a policy, for those that can be rematerialised."""
+        chosen = (policy if can_be else remat.NONE for can_be in self._recomputable)
+        return [layer.seconds[p] for layer, p in zip(layers, chosen, strict=True)]
 
     def _one_stage_priced(self, count: int, bounds: Mapping[int, LayerBound], n: int, stage: OneStage) -> float:
         """The same with bytes in their layouts, at the best rate; every layer is rematerialised if that is cheaper."""
@@ -247,8 +261,8 @@ class PipelineBound:
         none, dots, full = stage.residuals[..., None] * self.rates
         seconds, repeated, again = stage.seconds[..., None]
         as_written = self._prices_of(count, bounds, n, ONE_STAGE)
-        of_layers = np.array([price[c] for c in self._layers.classes.of_layer])
-        policies = as_written + none, as_written + repeated - seconds + dots, again + of_layers + full
+        even = np.array([price[c] for c in self._layers.classes.of_layer])
+        policies = as_written + none, as_written + repeated - seconds + dots, again + even + full
         return float((np.minimum.reduce(policies).sum(0) - self.rates * memory).max())
 
     def _prices(self, count: int, bounds: Mapping[int, Mapping[int, LayerBound]]) -> Mapping[int, Sequence[Priced]]:
@@ -327,7 +341,7 @@ class PipelineBound:
         # neither devices of several kinds are compared, nor shapes of one mesh
         return by / size if size > by and size % by == 0 and not self.search.cluster.groups else None
 
-    def _bounds(self, count: int) -> Mapping[int, Mapping[int, LayerBound]]:
+    def layer_bounds(self, count: int) -> Mapping[int, Mapping[int, LayerBound]]:
         """Submesh -> class of layers -> the highest of its bounds for divisors of the number and of the submesh."""
         table = {n: dict.fromkeys(self._layers.classes.stage, NOTHING) for n in self._sizes}
         for (m, n, c), bound in self.bounded.items():
@@ -341,8 +355,7 @@ class PipelineBound:
         seconds: list[Floats] = []
         stash: list[Floats] = []
         for policy in self.space.policies:
-            again = zip(layers, self._repeats(policy), strict=True)
-            seconds.append(sums_of_runs([b.seconds[remat.FULL if a else remat.NONE] for b, a in again]))
+            seconds.append(sums_of_runs(self._seconds(layers, policy)))
             stash.append(sums_of_runs((self._stashed(policy) / self._sizes[n] / count).tolist()))
         nothing = np.zeros_like(np.stack(seconds))
         fixed = nothing + sums_of_runs([nbytes / self._sizes[n] for nbytes in self._fixed])
@@ -434,7 +447,7 @@ class PipelineBound:
 
     def _even(self, count: int, n: int) -> float:
         """Lower bound (s) on the step if all layers have submeshes of this size, evenly divided among them."""
-        of_class, of_layer = self._bounds(count)[n], self._layers.classes.of_layer
+        of_class, of_layer = self.layer_bounds(count)[n], self._layers.classes.of_layer
         return sum(of_class[c].seconds[remat.NONE] for c in of_layer) * self._sizes[n] / self.search.cluster.num_devices
 
     def _graphs(self, count: int, classes: Collection[int]) -> Mapping[int, StageGraph]:

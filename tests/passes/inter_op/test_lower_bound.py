@@ -20,7 +20,7 @@ from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.dynamic_program import Question, RunCosts, placements
 from autopar.passes.inter_op.layer_bounds import BoundedLayers, ByteRates, bound_on, bounded_layers, priced_on
 from autopar.passes.inter_op.least_step import least_step
-from autopar.passes.inter_op.lower_bound import PIPELINE_BOUND, PipelineBound
+from autopar.passes.inter_op.lower_bound import PIPELINE_BOUND, OneStage, PipelineBound
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
 from autopar.passes.memory.penalised import penalised
 from autopar.passes.microbatch.batch import batch_leaves
@@ -272,12 +272,37 @@ def test_one_stage_takes_no_less_under_a_policy_than_the_bounds_on_its_layers(mo
         options.update(remat=policy, memory_budget=budget)
         return api.plan(built.step, *built.abstract_args(), cluster=of.cluster, **options)
 
-    of_layers = bound.one_stage(n, count)
+    of_layers = bound.one_stage(count, bound.layer_bounds(count)[n], n)
     for policy, seconds, nbytes in zip(POLICIES, of_layers.seconds, of_layers.residuals, strict=True):
         fastest, smallest = planned(policy, None), planned(policy, "min")
         assert 0.9 * fastest.step_time_s <= seconds.sum() <= fastest.step_time_s
         bound_on_bytes = nbytes.sum() + of_layers.state + of_layers.sums
         assert 0.5 * smallest.peak_memory_bytes <= bound_on_bytes <= smallest.peak_memory_bytes
+
+
+@settings(max_examples=100, derandomize=True)
+@given(st.data())
+def test_one_stage_within_memory_takes_no_more_than_brute_force(data: st.DataObject) -> None:
+    """Any policies of up to four layers, and as much state offloaded as does not fit."""
+    numbers = st.integers(0, 512).map(lambda n: n / 64)  # shares of whole bytes
+    layers = data.draw(st.integers(1, 4))
+    table = st.lists(st.lists(numbers, min_size=layers, max_size=layers), min_size=3, max_size=3)
+    seconds, residuals = np.array(data.draw(table)), np.array(data.draw(table))
+    state, sums = data.draw(numbers), data.draw(numbers)
+    bandwidth = data.draw(st.sampled_from([0.0, 0.5, 4.0]))
+    smallest = residuals.min(0).sum() + sums + (0.0 if bandwidth else state)
+    largest = residuals.max(0).sum() + sums + state
+    memory = smallest + data.draw(st.integers(-1, 9)) / 8 * (largest - smallest)
+    best = math.inf
+    for policies in itertools.product(range(3), repeat=layers):
+        chosen = [*policies], [*range(layers)]
+        excess = max(residuals[chosen].sum() + state + sums - memory, 0.0)
+        if excess <= (state if bandwidth else 0.0):
+            best = min(best, seconds[chosen].sum() + (2 * excess / bandwidth if bandwidth else 0.0))
+    least = OneStage(seconds, residuals, state, sums).within(memory, bandwidth)
+    assert least <= best * (1 + 1e-9) + 1e-9
+    if memory >= largest:
+        assert least == pytest.approx(seconds.min(0).sum())
 
 
 @pytest.mark.parametrize("shape", meshes.factorisations(4))
@@ -288,8 +313,8 @@ def test_no_plan_on_one_mesh_takes_less_than_the_bound_on_one_stage(
     cluster: str, share: float, shape: tuple[int, ...]
 ) -> None:
     """Within less memory, with the layers priced at every rate."""
-    of, count = search("mlp-toy", cluster), 4
-    model = zoo.build("mlp-toy", **MODELS["mlp-toy"])
+    of, count = search("gpt-toy", cluster), 4
+    model = zoo.build("gpt-toy", **MODELS["gpt-toy"])
     options: dict[str, Any] = {"mesh": shape, "num_microbatches": count, "batch_argnums": 1}
 
     def planned(budget: int | None) -> Plan:
