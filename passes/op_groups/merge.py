@@ -489,8 +489,9 @@ def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> N
     """Charge the HBM traffic of light operations to the groups they follow.
 
     A result is charged if it is written to memory (`autopar.cost_models.compiler.fusion.SECONDS`), and an argument for
-    every light operation that reads it. A sum that a loop adds up is read and written in every iteration. The batch,
-    that is every argument that is no state, is new in each step and is charged once more for being written.
+    every light operation that reads it. A sum that a loop adds up is read and written in every iteration, and so is the
+    sum of what repeated passes leave to operations that run once. The batch, that is every argument that is no state,
+    is new in each step and is charged once more for being written.
     """
     entering = surroundings.entering if surroundings else ()
     kept = set(match_state(b.graph).values())
@@ -509,6 +510,10 @@ def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> N
         for k, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in b.graph.names and atom in b.bindings and atom not in entering:
                 _charge(b, _reading(b, op, k, atom), atom, op.index)
+
+    for value, op in unreduced.sums_of_passes(b.graph):
+        for _ in ("read", "written") if value in b.bindings else ():
+            _charge(b, b.bindings[value], value, op.index)
 
 
 def _reading(b: Builder, op: Op, operand: int, value: int) -> Binding:

@@ -25,7 +25,7 @@ All other operations reduce partial sums at once, and all other carries are whol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -112,6 +112,17 @@ def find(graph: Graph) -> Deferral:
     if graph.repeats is not None:
         _left(graph, graph.repeats, marks)
     return Deferral(frozenset(marks.products), marks.sums, marks.accumulators)
+
+
+def sums_of_passes(graph: Graph) -> Iterator[tuple[int, Op]]:
+    """Values that repeated passes leave to operations that run once, which read their sums, with what computes them."""
+    if graph.repeats is None:
+        return
+    once = {atom for out, atom in enumerate(graph.outputs) if out not in graph.repeats.results}
+    once.update(a for op in graph.ops if op.index not in graph.repeats.ops for a in op.inputs)
+    for op in graph.ops:
+        if op.index in graph.repeats.ops:
+            yield from ((v, op) for v in op.outputs if v in once)
 
 
 def _accumulators(graph: Graph, op: Op, marks: _Marks) -> None:

@@ -154,7 +154,7 @@ def test_results_of_each_example_are_joined_as_the_plan_says(mesh: tuple[int, ..
         (value, out), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return sgd(params, grads), value, out, out.sum(1)
 
-    args = ({key: array(16, 16) for key in "abc"}, array(32, 16), array(32, 16))
+    args = ({key: array(16, 16) for key in "abc"}, array(64, 16), array(64, 16))
     plan = autopar.plan(step, *args, mesh=mesh, cluster=dear(mesh), stages=2, num_microbatches=2)
     report = autopar.verify(plan, step, *args, target=target)
     assert report.ok, str(report)

@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 
+from autopar import api, zoo
 from autopar.cost_models.pipeline import simulate
 from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.passes.layers import find as layers_pass
+from autopar.passes.microbatch import split as split_pass
+from autopar.passes.microbatch.batch import batch_leaves
+from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.remat.options import Options
 from autopar.passes.stages.cost import stage_times
+from autopar.passes.stages.divide import divide
+from autopar.passes.stages.graph import stage_graph
+from autopar.passes.stages.plan import StageProblem
 from autopar.passes.stages.plan_all import StagePlans, pipeline_times, plan_stages
+from autopar.rules import rules_of
 from autopar.schedules import Size, make
 from tests.passes.stages.test_graph import COUNT, staged
+from tests.support.traces import traced
 
 
 def mesh(shape: tuple[int, ...] = (2, 2), beta: float = 1e-9) -> LogicalMesh:
@@ -56,3 +67,20 @@ def test_the_simulator_takes_them() -> None:
     seconds = simulate(schedule, times).seconds
     alone = [stage_times(plan).seconds(COUNT) for plan in plans.plans]
     assert max(alone) <= seconds <= sum(alone)
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "moe-toy", "t5-toy"])
+def test_a_step_in_one_stage_takes_what_it_takes_on_one_mesh(name: str) -> None:
+    """Sums of gradients, which both read and write in every microbatch, included."""
+    count, on = 8, mesh((4,))
+    model = zoo.build(name)
+    step = traced(name)
+    batch = batch_leaves(step.graph, 1)
+    split = split_pass.split(step.graph, count, batch)
+    graph = stage_graph(divide(split, layers_pass.find(step.graph), []), 0, step.in_avals, StepPrograms(split))
+    stage = StageProblem(graph, on, rules_of(graph.graph), Options(gap=0.0))
+    cluster = Cluster.custom((4,), 1e-7, 1e-9, 1e10, 1e11, 10**10)
+    plan = api.plan(
+        model.step, *model.abstract_args(), cluster=cluster, mesh=(4,), num_microbatches=count, batch_argnums=1, gap=0.0
+    )
+    assert stage.fastest.objective == pytest.approx(plan.step_time_s, rel=5e-3)
