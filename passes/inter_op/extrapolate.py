@@ -84,6 +84,7 @@ def _all_at(
             forward=value(lambda t: t.times.forward),
             backward=value(lambda t: t.times.backward),
             weight=value(lambda t: t.times.weight),
+            recomputation=value(lambda t: t.times.recomputation),
         )
         stash, temporaries = value(lambda t: t.memory.stash), value(lambda t: t.memory.temporaries)
         memory = replace(option.memory, stash=stash, temporaries=temporaries)

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.cost_models.compiler.backends import Backend, backend_of
 from autopar.cost_models.compiler.flatten import flatten
@@ -54,7 +54,7 @@ from autopar.passes.remat import rewrite
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.assign import is_cheap
 from autopar.passes.stages.divide import PASS_KINDS, divide
-from autopar.passes.stages.graph import BEGIN, StageGraph
+from autopar.passes.stages.graph import BEGIN, Recomputation, StageGraph, recomputation
 from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, renamed
 from autopar.passes.stages.memory import StageLiveness, stashed_values
 from autopar.rules import Rule
@@ -297,7 +297,7 @@ class _LayerProblems:
     @cached_property
     def rest(self) -> Model:
         """The rest, with as much of the forward pass as residuals are computed from."""
-        return self._without(self._forward - _repeated(self.layer, rewrite.FULL)[0])
+        return self._without(self._forward - _repeated(self.layer, rewrite.FULL).ops)
 
     @property
     def least_of_ops(self) -> Iterator[tuple[int, float]]:
@@ -338,36 +338,6 @@ def surroundings_of(layer: StageGraph) -> Surroundings:
     return Surroundings(entering, frozenset(layer.sent), frozenset(repeated))
 
 
-class _Repeated(NamedTuple):
-    """What the backward pass repeats of the forward pass under a policy for rematerialisation.
-
-    Attributes:
-        ops: indices of the operations from which values that backward passes read are computed, up to values that the
-            policy keeps.
-        read: values that these operations or backward passes read.
-    """
-
-    ops: frozenset[int]
-    read: frozenset[int]
-
-
-def _repeated(layer: StageGraph, policy: str) -> _Repeated:
-    maker = {v: op for op in layer.graph.ops for v in op.outputs}
-    # what other layers read is kept, too
-    available = _products(layer, policy) | {layer.graph.outputs[i] for i in layer.sent}
-    stack = [*_read_later(layer)]
-    repeated, read = set[int](), set(stack)
-    while stack:
-        value = stack.pop()
-        op = None if value in available else maker.get(value)
-        if op is not None and op.index not in repeated and layer.program_of(op.index) == "F":
-            repeated.add(op.index)
-            operands = [a for a in op.inputs if isinstance(a, int)]
-            stack.extend(operands)
-            read.update(operands)
-    return _Repeated(frozenset(repeated), frozenset(read))
-
-
 def _in_order(mesh: LogicalMesh) -> Backend:
     """The compiler for a mesh, with operations in the order of the program: a layer runs beside others."""
     return replace(backend_of(mesh.device), runs_eagerly=False)
@@ -388,18 +358,16 @@ def _written_residuals(layer: StageGraph, views: frozenset[int], backend: Backen
     return frozenset(v for v in values if lives.birth.get(v, lives.end) <= last and first <= lives.death[v] < lives.end)
 
 
+def _repeated(layer: StageGraph, policy: str) -> Recomputation:
+    return recomputation(layer, _products(layer, policy))
+
+
 def _products(layer: StageGraph, policy: str) -> frozenset[int]:
     """Results of products of the forward pass, where a policy for rematerialisation keeps them."""
     if policy != rewrite.DOTS:
         return frozenset()
     forward = (layer.graph.by_index[i] for i in layer.programs.get("F", ()))
     return frozenset(v for op in forward if op.name in ALL_PRODUCTS for v in op.outputs)
-
-
-def _read_later(layer: StageGraph) -> frozenset[int]:
-    """Values that backward passes read."""
-    ops = (layer.graph.by_index[i] for name in ("B", "W") for i in layer.programs.get(name, ()))
-    return frozenset(a for op in ops for a in op.inputs if isinstance(a, int))
 
 
 def _nbytes(layer: StageGraph, values: Iterable[int]) -> int:

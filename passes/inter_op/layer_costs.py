@@ -167,12 +167,10 @@ class SubmeshCosts:
     Attributes:
         by_kind: kind -> its options.
         penalties: kind -> number of penalty rates besides 0 that are costed; other options have lower bounds.
-        guessed: kind -> its estimated options, until it is costed.
     """
 
     by_kind: Mapping[int, StageOptions]
     penalties: Mapping[int, int] = field(default_factory=dict[int, int])
-    guessed: OptionsByKind = field(default_factory=dict[int, "tuple[StageOption, ...]"])
 
     def option(self, kind: int, number: int, policy: str = NONE) -> StageOption:
         """An option of a layer; see `option_at`."""
@@ -180,31 +178,28 @@ class SubmeshCosts:
 
     def options(self, kind: int) -> tuple[StageOption, ...]:
         """The options of a kind of layer, as far as they are costed."""
-        return self.guessed.get(kind) or self.by_kind[kind].up_to(self.penalties.get(kind, 0))
+        return self.by_kind[kind].up_to(self.penalties.get(kind, 0))
 
     def costed(self, kind: int) -> tuple[StageOption, ...]:
-        """The options that are costed already, or estimated."""
-        if kind in self.guessed or not self.by_kind[kind].costed:
-            return self.guessed.get(kind, ())
+        """The options that are costed already."""
+        if not self.by_kind[kind].costed:
+            return ()
         return self.options(kind)[: None if self._is_whole(kind) else -1]
 
     def is_lower_bound(self, kind: int, number: int) -> bool:
         """Whether the option of this number is not costed."""
-        return kind in self.guessed or (not self._is_whole(kind) and number + 1 >= len(self.options(kind)))
+        return not self._is_whole(kind) and number + 1 >= len(self.options(kind))
 
     def _is_whole(self, kind: int) -> bool:
         return self.penalties.get(kind, 0) >= len(self.by_kind[kind].open)
 
     def deeper(self, kinds: Iterable[int]) -> SubmeshCosts:
-        """The same with one penalty rate more for these kinds; estimates become costs without a penalty."""
-        raised = tuple(kinds)
-        more = {k: self.penalties.get(k, 0) + 1 for k in raised if k not in self.guessed}
-        guessed = {k: options for k, options in self.guessed.items() if k not in raised}
-        return replace(self, penalties={**self.penalties, **more}, guessed=guessed)
+        """The same with one penalty rate more for these kinds."""
+        return replace(self, penalties={**self.penalties, **{k: self.penalties.get(k, 0) + 1 for k in kinds}})
 
     def whole(self) -> SubmeshCosts:
         """The same with all penalty rates for all kinds."""
-        return replace(self, penalties=dict.fromkeys(self.by_kind, len(STAGE_OPTIONS.shares)), guessed={})
+        return replace(self, penalties=dict.fromkeys(self.by_kind, len(STAGE_OPTIONS.shares)))
 
 
 class LayerCosts:
@@ -215,12 +210,12 @@ class LayerCosts:
         self.graphs = kinds.graphs()
         self.rules = {kind: rules_of(graph.graph, options.rules) for kind, graph in self.graphs.items()}
 
-    def on(self, mesh: LogicalMesh, guessed: OptionsByKind | None = None) -> SubmeshCosts:
+    def on(self, mesh: LogicalMesh) -> SubmeshCosts:
         """The options of every kind of layer on a mesh; each is computed on demand."""
         by_kind = {
             k: StageOptions(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()
         }
-        return SubmeshCosts(by_kind, guessed=guessed or {})
+        return SubmeshCosts(by_kind)
 
     def _entering(self, kind: int) -> Sequence[int]:
         """Values of a layer's graph that it receives from forward passes of other layers."""

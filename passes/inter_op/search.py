@@ -180,7 +180,6 @@ class InterOpSearch:
     where: tuple[Placement, ...] = field(init=False)
     least: Mapping[int, float] = field(init=False)
     submesh_costs: dict[int, dict[int, SubmeshCosts]] = field(default_factory=dict)
-    guesses: dict[int, Mapping[int, OptionsByKind]] = field(default_factory=dict)
     layer_costs: dict[int, LayerCosts] = field(default_factory=dict)
     transfers: dict[int, Floats] = field(default_factory=dict)
     runs: dict[int, tuple[Hashable, RunCosts]] = field(default_factory=dict)
@@ -219,7 +218,6 @@ class InterOpSearch:
             limit = space.limit if best is None else min(space.limit, (1 + self.effort.formula_error) * best.formula)
             priced = {count: count_result.options for count, count_result in results.items()}
             group = self._next(falling, space, priced, best)
-            self.guesses.update((count, options_at(count, priced)) for count in group)
         return best
 
     def _next(
@@ -229,9 +227,9 @@ class InterOpSearch:
         priced: Mapping[int, Mapping[int, OptionsByKind]],
         best: FoundPipeline | None,
     ) -> Sequence[int]:
-        """At most two further numbers of microbatches whose estimated step beats the incumbent, best first.
+        """At most two further numbers of microbatches whose step, as estimated, may beat the incumbent, best first.
 
-        Numbers are visited from that of the incumbent in both directions, until an estimate does not beat it. Without
+        Numbers are visited from that of the incumbent in both directions, until an estimate may not beat it. Without
         an incumbent, submeshes without costs count with their lower bounds.
         """
         from_ = falling.index(best.microbatches) if best else min(falling.index(count) for count in priced)
@@ -245,7 +243,7 @@ class InterOpSearch:
             prices = self._run_costs(space, by_submesh)
             return _seconds(search(self._asked(count, space, prices, schedule), self.effort.near, limit))
 
-        limit = (1 - self.effort.gain_of_count) * estimated(best.microbatches) if best else space.limit
+        limit = (1 + self.effort.estimate_error) * estimated(best.microbatches) if best else space.limit
         estimates: dict[int, float] = {}
         for counts in (falling[from_ + 1 :], falling[:from_][::-1]):
             by_seconds = ((estimated(count, limit), count) for count in counts if count not in priced)
@@ -282,7 +280,7 @@ class InterOpSearch:
     def priced(self, count: int, submeshes: Iterable[int]) -> dict[int, SubmeshCosts]:
         """Options of the layers of every kind on these submeshes with this number of microbatches.
 
-        Options with less memory than the fastest are costed on demand, as are options that have an estimate.
+        Options with less memory than the fastest are costed on demand.
         """
         submesh_costs = self.submesh_costs.setdefault(count, {})
         if count not in self.layer_costs:
@@ -290,7 +288,7 @@ class InterOpSearch:
             self.layer_costs[count] = LayerCosts(same or self._kinds(count), self.options)
         for n in submeshes:
             if n not in submesh_costs:
-                submesh_costs[n] = self.layer_costs[count].on(self.meshes[n], self.guesses.get(count, {}).get(n))
+                submesh_costs[n] = self.layer_costs[count].on(self.meshes[n])
         return submesh_costs
 
     def whole(self, count: int, submeshes: Iterable[int]) -> Mapping[int, SubmeshCosts]:
@@ -314,7 +312,7 @@ class InterOpSearch:
         return CountResult(best, self._priced(count, space))
 
     def _priced(self, count: int, space: SearchSpace) -> Mapping[int, OptionsByKind]:
-        """Submesh -> options of the kinds of layers that are costed, estimated or too large there."""
+        """Submesh -> options of the kinds of layers that are costed or too large there."""
         usable, costs = self.usable(space), self.submesh_costs[count]
 
         def options_on(n: int, kind: int) -> tuple[StageOption, ...]:

@@ -72,8 +72,8 @@ class StageOption:
         return StageOption(self.times.scaled(share), self.memory.scaled(share), share * self.entering, self.share)
 
     def recomputed(self) -> StageOption:
-        """This option where the backward pass begins with the forward pass again, from the received values."""
-        again = replace(self.times, backward=self.times.backward + self.times.forward)
+        """This option where the backward pass begins with what it needs of the forward pass, from received values."""
+        again = replace(self.times, backward=self.times.backward + self.times.recomputation)
         saved = max(0.0, self.memory.stash - self.entering)
         less = replace(self.memory, stash=self.memory.stash - saved, temporaries=self.memory.temporaries + saved)
         return replace(self, times=again, memory=less)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from autopar.cost_models import offload
 from autopar.cost_models.sharding.groups import Model
@@ -24,7 +24,7 @@ from autopar.ir.layout import Layout, ProgramLayouts
 from autopar.passes.intra_op import extract
 from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.divide import PASS_KINDS
-from autopar.passes.stages.graph import BEGIN, StageGraph
+from autopar.passes.stages.graph import BEGIN, StageGraph, recomputation
 from autopar.passes.stages.memory import StageLiveness
 
 UPDATE = "update"
@@ -60,6 +60,7 @@ class StageTimes:
         reduce: s per step of the collectives in updates: sums of gradients over devices.
         sent: value sent to another stage -> bytes of one microbatch of it, over the whole submesh.
         host: s per step of the copies of offloaded state to the device and back.
+        recomputation: s by which rematerialisation would prolong a backward pass.
     """
 
     forward: float
@@ -69,12 +70,13 @@ class StageTimes:
     reduce: float
     sent: Mapping[int, int]
     host: float = 0.0
+    recomputation: float = 0.0
 
     def scaled(self, share: float) -> StageTimes:
         """All seconds times `share`, with the same bytes sent."""
         forward, backward, weight = share * self.forward, share * self.backward, share * self.weight
         update, reduce, host = share * self.update, share * self.reduce, share * self.host
-        return StageTimes(forward, backward, weight, update, reduce, self.sent, host)
+        return StageTimes(forward, backward, weight, update, reduce, self.sent, host, share * self.recomputation)
 
     def seconds(self, microbatches: int) -> float:
         """s per step of the stage alone."""
@@ -85,14 +87,25 @@ def stage_times(plan: SolvedStage) -> StageTimes:
     """Seconds of a planned stage."""
     graph, microbatches = plan.graph.graph, plan.graph.microbatches
     by_program: dict[str, float] = dict.fromkeys((*PASS_KINDS, UPDATE), 0.0)
-    for program, seconds in (*_operations(plan), *_traffic(plan), *_reshards(plan, in_update=False)):
+    repeated = {inner.index for i in recomputation(plan.graph).ops for inner in graph.by_index[i].walk()}
+    recomputed = 0.0
+    for program, op, seconds in (*_operations(plan), *_traffic(plan), *_reshards(plan, in_update=False)):
         by_program[program] += seconds
-    reduce = sum(seconds for _, seconds in _reshards(plan, in_update=True))
+        recomputed += seconds / microbatches if op in repeated else 0.0
+    reduce = sum(seconds for _, _, seconds in _reshards(plan, in_update=True))
     sent = {v: graph.type_of(graph.outputs[i]).nbytes for i, v in plan.graph.sent.items()}
     forward, backward, weight = (by_program[kind] / microbatches for kind in PASS_KINDS)
     host_bytes = plan.liveness.host_bytes(plan.solution.assignment)
     host = offload.seconds(host_bytes, plan.mesh) if host_bytes else 0.0
-    return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent, host)
+    return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent, host, recomputed)
+
+
+class ProgramSeconds(NamedTuple):
+    """Seconds per step of an operation (-1: of none) that belong to a program."""
+
+    program: str
+    op: int
+    seconds: float
 
 
 def _program(plan: SolvedStage, op: int) -> str:
@@ -101,16 +114,17 @@ def _program(plan: SolvedStage, op: int) -> str:
     return name if name in PASS_KINDS else UPDATE
 
 
-def _operations(plan: SolvedStage) -> Iterator[tuple[str, float]]:
+def _operations(plan: SolvedStage) -> Iterator[ProgramSeconds]:
     for op, seconds in extract.operation_seconds(plan.model, plan.solution.assignment):
-        yield _program(plan, op), seconds
+        yield ProgramSeconds(_program(plan, op), op, seconds)
 
 
-def _traffic(plan: SolvedStage) -> Iterator[tuple[str, float]]:
+def _traffic(plan: SolvedStage) -> Iterator[ProgramSeconds]:
     groups, readers = plan.model.grouping.groups, _first_readers(plan)
     for charge, seconds in extract.traffic_seconds(plan.model, plan.solution.assignment, plan.mesh):
         value = groups[charge.group].value
-        yield _program(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE), seconds
+        program = _program(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE)
+        yield ProgramSeconds(program, charge.op, seconds)
 
 
 def _first_readers(plan: SolvedStage) -> Mapping[int, str]:
@@ -123,7 +137,7 @@ def _first_readers(plan: SolvedStage) -> Mapping[int, str]:
     return readers
 
 
-def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[tuple[str, float]]:
+def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[ProgramSeconds]:
     """Collectives between operations; `in_update`: only those of updates, otherwise only the others."""
     mesh, overlap = plan.mesh, plan.model.grouping.overlap
     overlapped, uses = mesh.with_overlap(), {use.site: use for use in plan.model.grouping.uses}
@@ -135,7 +149,8 @@ def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[tuple[str, floa
         if (program == UPDATE) == in_update:
             submesh = overlapped if overlap.moves(use.value, use.op) else mesh
             is_shared = c.count < plan.graph.microbatches  # a copy that all passes share
-            yield UPDATE if is_shared else program, extract.collective_seconds(c, submesh)
+            seconds = extract.collective_seconds(c, submesh)
+            yield ProgramSeconds(UPDATE if is_shared else program, use.op, seconds)
 
 
 def _program_at(plan: SolvedStage, op: int, site: str) -> str:

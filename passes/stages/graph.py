@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +135,37 @@ class StageGraph:
         """Values that one program of the stage computes and another reads."""
         reads = ((self.program_of(op.index), a) for op in self.graph.ops for a in op.inputs if isinstance(a, int))
         return frozenset(a for program, a in reads if self.maker.get(a, program) != program)
+
+
+class Recomputation(NamedTuple):
+    """What the backward pass of a rematerialised stage repeats of its forward pass.
+
+    Attributes:
+        ops: indices of the operations from which values that backward passes read are computed, up to kept values.
+        read: values that these operations or backward passes read.
+    """
+
+    ops: frozenset[int]
+    read: frozenset[int]
+
+
+def recomputation(stage: StageGraph, kept: frozenset[int] = frozenset()) -> Recomputation:
+    """What rematerialisation repeats that keeps these values, besides those that other stages read."""
+    graph = stage.graph
+    maker = {v: op for op in graph.ops for v in op.outputs}
+    available = kept.union(graph.outputs[i] for i in stage.sent)
+    later = (graph.by_index[i] for name in PASS_KINDS[1:] for i in stage.programs.get(name, ()))
+    stack = [a for op in later for a in op.inputs if isinstance(a, int)]
+    ops, read = set[int](), set(stack)
+    while stack:
+        value = stack.pop()
+        op = None if value in available else maker.get(value)
+        if op is not None and op.index not in ops and stage.program_of(op.index) == PASS_KINDS[0]:
+            ops.add(op.index)
+            operands = [a for a in op.inputs if isinstance(a, int)]
+            stack.extend(operands)
+            read.update(operands)
+    return Recomputation(frozenset(ops), frozenset(read))
 
 
 def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: StepPrograms | None = None) -> StageGraph:

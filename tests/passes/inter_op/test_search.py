@@ -37,15 +37,18 @@ from autopar.passes.inter_op.search import (
     splittable_counts,
 )
 from autopar.passes.inter_op.simulate import FoundPipeline, least_seconds, simulated_seconds
-from autopar.passes.inter_op.stage_options import StageOption
+from autopar.passes.inter_op.stage_options import StageOption, StageOptions
 from autopar.passes.inter_op.submeshes import shape_of
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.split import split
 from autopar.passes.remat.options import Options
-from autopar.passes.remat.rewrite import FULL, NONE
+from autopar.passes.remat.rewrite import FULL, NONE, recomputable, rewrite
 from autopar.passes.solver.optimize import optimize
+from autopar.passes.stages.divide import divide
+from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan import StageProblem
+from autopar.rules import rules_of
 from autopar.schedules import SCHEDULES, Size, make
 from tests.passes.microbatch import batch_programs as programs
 from tests.support.effort import examples, sample
@@ -115,14 +118,29 @@ def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(p
             assert cheap.times.seconds(2) <= small.times.seconds(2)
 
 
-def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: LayerCosts) -> None:
+def test_recomputing_repeats_what_the_backward_pass_needs_and_keeps_what_enters(pricing: LayerCosts) -> None:
     middle = pricing.on(cluster().logical_mesh((4,))).by_kind[1].cheapest
     again = middle.recomputed()
-    assert again.times.backward == middle.times.backward + middle.times.forward
+    # the last product is part of the layer's result, which its backward pass does not need
+    assert 0.5 * middle.times.forward < middle.times.recomputation < 0.9 * middle.times.forward
+    assert again.times.backward == middle.times.backward + middle.times.recomputation
     assert again.memory.stash == middle.entering > 0
     assert again.memory.stash + again.memory.temporaries == pytest.approx(
         middle.memory.stash + middle.memory.temporaries
     )
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
+def test_a_rematerialised_layer_takes_what_its_stage_takes(pricing: LayerCosts, shape: tuple[int, ...]) -> None:
+    """The rewritten program, divided at the same layers."""
+    mesh, step = cluster(math.prod(shape)).logical_mesh(shape), traced("gpt-toy", layers=4)
+    policies = [FULL if free else NONE for free in recomputable(step.graph)]
+    rewritten = rewrite(step.graph, policies)
+    stages = divide(split(rewritten, 2), layers_pass.find(rewritten), [2, 3])
+    graph = stage_graph(stages, 1, step.in_avals)
+    times = StageOptions(graph, mesh, rules_of(graph.graph), Options(), ()).cheapest.times
+    forecast = pricing.on(mesh).by_kind[pricing.kinds.of_layer[2]].cheapest.recomputed().times
+    assert forecast.seconds(2) == pytest.approx(times.seconds(2), rel=0.03)
 
 
 def test_a_run_of_layers_costs_what_its_layers_cost(pricing: LayerCosts) -> None:
@@ -360,9 +378,7 @@ def test_trying_every_number_of_microbatches_finds_little_more(searcher: InterOp
     best = searcher.best(opened(searcher, counts=(1, 2, 4, 8)))
     alone = [searcher.best(opened(searcher, counts=(number,))) for number in (1, 2, 4, 8)]
     assert best is not None
-    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(
-        pipeline.seconds for pipeline in alone if pipeline is not None
-    )
+    assert best.seconds <= (1 + INTER_OP.near) * min(pipeline.seconds for pipeline in alone if pipeline is not None)
 
 
 @pytest.mark.parametrize("share", sample([1.0, 0.25, 0.1], [0.25]))
@@ -376,9 +392,7 @@ def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> N
     alone = [searcher.best(opened(searcher, counts=(count,), memory=memory)) for count in counts]
     best = searcher.best(opened(searcher, counts=counts, memory=memory))
     assert best is not None
-    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(
-        pipeline.seconds for pipeline in alone if pipeline is not None
-    )
+    assert best.seconds <= (1 + INTER_OP.near) * min(pipeline.seconds for pipeline in alone if pipeline is not None)
 
 
 def test_only_pipelines_below_a_limit_are_found(searcher: InterOpSearch) -> None:
