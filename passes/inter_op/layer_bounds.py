@@ -203,7 +203,7 @@ def bound_on(
         # of a loop over layers no more than its body is repeated in part
         repeated = {i for i in _repeated(layer, rewrite.DOTS).ops if not layer.graph.by_index[i].regions}
         seconds[rewrite.DOTS] += math.fsum(s for op, s in parts.least_of_ops if op in repeated)
-        again = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort)
+        again = _least(parts.forward, effort) + _least(parts.rest.problem, effort)
         seconds[rewrite.FULL] = max(least, again)
     in_passes = (s for op, s in parts.least_of_ops if layer.program_of(op) in PASS_KINDS)
     return LayerBound(seconds, math.fsum(in_passes) / layer.microbatches)
@@ -237,7 +237,7 @@ def priced_on(
         recomputed: whether the layer is rematerialised.
     """
     parts, graph = _LayerProblems(layer, mesh, rules), layer.graph
-    model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if recomputed else (parts.whole, 0.0)
+    model, fixed = (parts.rest, _least(parts.forward, effort)) if recomputed else (parts.whole, 0.0)
     backend, donated = _in_order(mesh), sorted((graph.carried or {}).values())
     stage = StageLiveness(layer, model, mesh, Liveness(graph, model, mesh, backend, donated))
     rows = (*stage.stored_row(*owned), stage.copies_row(_computed_from(layer, owned[0])))
@@ -289,10 +289,13 @@ class _LayerProblems:
         """All passes and updates."""
         return self._without(frozenset())
 
-    @cached_property
-    def forward(self) -> Model:
-        """The forward pass alone."""
-        return self._without(frozenset(self.layer.graph.by_index) - self._forward)
+    @property
+    def forward(self) -> Problem:
+        """The forward pass alone, without the copies of state that it shares with other passes."""
+        model = self._without(frozenset(self.layer.graph.by_index) - self._forward)
+        bindings, executions = self.grouping.bindings, self.grouping.executions
+        shared = {copy for v, copy in model.copies.items() if executions(bindings[v]) < self.layer.microbatches}
+        return replace(model.problem, edges=tuple(edge for edge in model.problem.edges if edge.v not in shared))
 
     @cached_property
     def rest(self) -> Model:

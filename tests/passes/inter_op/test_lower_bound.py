@@ -22,11 +22,13 @@ from autopar.passes.inter_op.layer_bounds import BoundedLayers, ByteRates, bound
 from autopar.passes.inter_op.least_step import least_step
 from autopar.passes.inter_op.lower_bound import PIPELINE_BOUND, OneStage, PipelineBound
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
+from autopar.passes.layers import find as layers_pass
 from autopar.passes.memory.penalised import penalised
 from autopar.passes.microbatch.batch import batch_leaves
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.split import split
 from autopar.passes.remat.options import Options
-from autopar.passes.remat.rewrite import FULL, NONE, POLICIES, recomputable
+from autopar.passes.remat.rewrite import FULL, NONE, POLICIES, recomputable, rewrite
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.graph import stage_graph
@@ -80,9 +82,9 @@ def optimum(model: str, cluster: str, n: int, first: int, last: int) -> float:
 def whole_stage(model: str, cluster: str, n: int, first: int, last: int) -> StageProblem:
     """Consecutive layers in one stage on a submesh."""
     of = search(model, cluster)
-    split, count = of.split_into(COUNT), len(of.layers.layers)
-    stages = divide(split, of.layers, sorted({first, last} - {0, count}))
-    graph = stage_graph(stages, int(first > 0), of.avals, StepPrograms(split))
+    parts, count = of.split_into(COUNT), len(of.layers.layers)
+    stages = divide(parts, of.layers, sorted({first, last} - {0, count}))
+    graph = stage_graph(stages, int(first > 0), of.avals, StepPrograms(parts))
     return StageProblem(graph, of.meshes[n], rules_of(graph.graph), of.options)
 
 
@@ -100,6 +102,33 @@ def test_layers_take_no_less_in_a_stage_than_their_bounds(model: str, cluster: s
         of_layers = bounds(model, cluster, n)
         for first, last in sorted(runs):
             assert sum(of_layers[first:last]) <= optimum(model, cluster, n, first, last) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    sample(
+        [(model, cluster) for model in ("mlp-toy", "gpt-toy", "moe-toy", "t5-toy") for cluster in CLUSTERS],
+        [("gpt-toy", "one host"), ("moe-toy", "hosts with little bandwidth")],
+    ),
+)
+def test_rematerialised_layers_take_no_less_in_a_stage_than_their_bounds(model: str, cluster: str) -> None:
+    """Stages of the rewritten program, and bounds on layers of the program as written."""
+    of, bounded = search(model, cluster), layers(model, cluster)
+    frees = recomputable(of.graph)
+    rewritten = rewrite(of.graph, [FULL if free else NONE for free in frees])
+    parts, its_layers = split(rewritten, COUNT, batch_leaves(rewritten, COUNT)), layers_pass.find(rewritten)
+    count = len(of.layers.layers)
+    assert len(its_layers.layers) == count
+    for mesh in of.meshes.values():
+        of_class = {c: bound_on(g, mesh, rules_of(g.graph)).seconds for c, g in bounded.classes.graphs().items()}
+        of_layer = [
+            of_class[c][FULL if free else NONE] for c, free in zip(bounded.classes.of_layer, frees, strict=True)
+        ]
+        for first, last in {(0, 2), (1, 2), (1, min(3, count - 1))}:
+            stages = divide(parts, its_layers, sorted({first, last} - {0, count}))
+            graph = stage_graph(stages, int(first > 0), of.avals, StepPrograms(parts))
+            optimum = StageProblem(graph, mesh, rules_of(graph.graph), of.options).fastest.objective
+            assert 0.3 * optimum < sum(of_layer[first:last]) <= optimum * (1 + 1e-9)
 
 
 @settings(max_examples=examples(12), derandomize=True)
