@@ -7,9 +7,10 @@ something with them:
     cheap operations             that every reader repeats are computed by another layer        -> surroundings_of
 
 With these at no cost, and resharding between layers left out, the seconds of a stage are at least the sum over its
-layers. A rematerialised layer takes as long as its forward pass alone, and the rest with as much of the forward pass as
-its residuals are computed from; where it keeps the results of its products, what it repeats takes at least the least
-that each operation takes                                                                               -> bound_on
+layers. What runs once per step may run beside the passes of other stages: it counts only where there is one stage. A
+rematerialised layer takes as long as its forward pass alone, and the rest with as much of the forward pass as its
+residuals are computed from; where it keeps the results of its products, what it repeats takes at least the least that
+each operation takes                                                                                    -> bound_on
 
 Within a memory limit M, bytes may have a price w >= 0 (s/byte; Everett, 1963). The bound on a stage is again a sum over
 its layers:
@@ -32,6 +33,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from autopar.cost_models.compiler.backends import Backend, backend_of
 from autopar.cost_models.compiler.flatten import flatten
 from autopar.cost_models.compiler.lifetimes import lifetimes
@@ -41,7 +44,7 @@ from autopar.cost_models.memory.row import weighted_sum
 from autopar.cost_models.sharding.groups import Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.op_sets import ALL_PRODUCTS
-from autopar.ir.problem import Problem
+from autopar.ir.problem import Edge, Problem
 from autopar.passes.inter_op.layer_costs import LayerClasses
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.layers.find import Layers
@@ -83,19 +86,16 @@ class LayerBound:
 
     Attributes:
         seconds: rematerialisation policy -> s per step.
-        path: s of the passes of one microbatch, without communication.
     """
 
     seconds: Mapping[str, float]
-    path: float
 
-    def highest(self, other: LayerBound, share: float, path_share: float) -> LayerBound:
+    def highest(self, other: LayerBound, share: float) -> LayerBound:
         """The higher of these seconds and of shares of others."""
-        seconds = {policy: max(s, share * other.seconds[policy]) for policy, s in self.seconds.items()}
-        return LayerBound(seconds, max(self.path, path_share * other.path))
+        return LayerBound({policy: max(s, share * other.seconds[policy]) for policy, s in self.seconds.items()})
 
 
-NOTHING = LayerBound(dict.fromkeys(rewrite.POLICIES, 0.0), 0.0)
+NOTHING = LayerBound(dict.fromkeys(rewrite.POLICIES, 0.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,23 +190,29 @@ def bound_on(
     rules: Mapping[int, Rule],
     *,
     remat: bool = True,
+    once: bool = False,
     effort: BoundEffort = BOUND,
 ) -> LayerBound:
     """The bound of a layer, cut off as a stage, on a mesh.
 
-    `remat`: whether what rematerialisation takes is bounded too; otherwise it is taken to be nothing.
+    Args:
+        layer: the layer.
+        mesh: the mesh.
+        rules: of its operations.
+        remat: whether what rematerialisation takes is bounded too; otherwise it is taken to be nothing.
+        once: whether what runs once per step is bounded too, beside the passes.
+        effort: how near its optimum.
     """
-    parts = _LayerProblems(layer, mesh, rules)
+    parts = _LayerProblems(layer, mesh, rules, once)
     least = _least(parts.whole.problem, effort)
     seconds = dict.fromkeys(rewrite.POLICIES, least)
     if remat:
         # of a loop over layers no more than its body is repeated in part
         repeated = {i for i in _repeated(layer, rewrite.DOTS).ops if not layer.graph.by_index[i].regions}
         seconds[rewrite.DOTS] += math.fsum(s for op, s in parts.least_of_ops if op in repeated)
-        again = _least(parts.forward, effort) + _least(parts.rest.problem, effort)
+        again = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort)
         seconds[rewrite.FULL] = max(least, again)
-    in_passes = (s for op, s in parts.least_of_ops if layer.program_of(op) in PASS_KINDS)
-    return LayerBound(seconds, math.fsum(in_passes) / layer.microbatches)
+    return LayerBound(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,18 +232,19 @@ def priced_on(
     rates: Sequence[ByteRates],
     *,
     recomputed: bool = False,
+    once: bool = False,
     effort: BoundEffort = BOUND,
 ) -> Sequence[float]:
     """Lower bounds on the seconds of a layer plus the price of the bytes that it stores.
 
     Args:
-        layer, mesh, rules: as for `bound_on`.
+        layer, mesh, rules, once, effort: as for `bound_on`.
         owned: arguments and totals of the step that are priced, which no other layer stores.
         rates: prices; a bound for each.
         recomputed: whether the layer is rematerialised.
     """
-    parts, graph = _LayerProblems(layer, mesh, rules), layer.graph
-    model, fixed = (parts.rest, _least(parts.forward, effort)) if recomputed else (parts.whole, 0.0)
+    parts, graph = _LayerProblems(layer, mesh, rules, once), layer.graph
+    model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if recomputed else (parts.whole, 0.0)
     backend, donated = _in_order(mesh), sorted((graph.carried or {}).values())
     stage = StageLiveness(layer, model, mesh, Liveness(graph, model, mesh, backend, donated))
     rows = (*stage.stored_row(*owned), stage.copies_row(_computed_from(layer, owned[0])))
@@ -274,11 +281,13 @@ class _LayerProblems:
         layer: the layer.
         mesh: the mesh.
         rules: of its operations.
+        once: whether what runs once per step is part of them.
     """
 
     layer: StageGraph
     mesh: LogicalMesh
     rules: Mapping[int, Rule]
+    once: bool
 
     @cached_property
     def grouping(self) -> Grouping:
@@ -287,20 +296,17 @@ class _LayerProblems:
     @cached_property
     def whole(self) -> Model:
         """All passes and updates."""
-        return self._without(frozenset())
+        return self._without(frozenset(), shared=self.once)
 
-    @property
-    def forward(self) -> Problem:
-        """The forward pass alone, without the copies of state that it shares with other passes."""
-        model = self._without(frozenset(self.layer.graph.by_index) - self._forward)
-        bindings, executions = self.grouping.bindings, self.grouping.executions
-        shared = {copy for v, copy in model.copies.items() if executions(bindings[v]) < self.layer.microbatches}
-        return replace(model.problem, edges=tuple(edge for edge in model.problem.edges if edge.v not in shared))
+    @cached_property
+    def forward(self) -> Model:
+        """The forward pass alone."""
+        return self._without(frozenset(self.layer.graph.by_index) - self._forward, shared=False)
 
     @cached_property
     def rest(self) -> Model:
         """The rest, with as much of the forward pass as residuals are computed from."""
-        return self._without(self._forward - _repeated(self.layer, rewrite.FULL).ops)
+        return self._without(self._forward - _repeated(self.layer, rewrite.FULL).ops, shared=self.once)
 
     @property
     def least_of_ops(self) -> Iterator[tuple[int, float]]:
@@ -313,9 +319,25 @@ class _LayerProblems:
     def _forward(self) -> frozenset[int]:
         return frozenset(self.layer.programs.get("F", ()))
 
-    def _without(self, free: frozenset[int]) -> Model:
-        """The problem where these operations cost nothing either, nor what they read."""
-        return intra_op.build(self.layer.graph, self.grouping.without(free) if free else self.grouping, self.mesh)
+    def _without(self, free: frozenset[int], *, shared: bool) -> Model:
+        """The problem where these operations cost nothing either, nor what they read.
+
+        `shared`: whether copies of state cost anything that all passes share.
+        """
+        layer = self.layer
+        outside = frozenset(i for i in layer.graph.by_index if layer.program_of(i) not in PASS_KINDS)
+        free = free if self.once else free | outside
+        model = intra_op.build(layer.graph, self.grouping.without(free) if free else self.grouping, self.mesh)
+        if shared:
+            return model
+        bindings, executions = self.grouping.bindings, self.grouping.executions
+        copies = {copy for v, copy in model.copies.items() if executions(bindings[v]) < layer.microbatches}
+        edges = tuple(_at_no_cost(edge) if edge.v in copies else edge for edge in model.problem.edges)
+        return replace(model, problem=replace(model.problem, edges=edges))
+
+
+def _at_no_cost(edge: Edge) -> Edge:
+    return replace(edge, table=np.zeros_like(edge.table), key=(*edge.key, -1))
 
 
 def surroundings_of(layer: StageGraph) -> Surroundings:

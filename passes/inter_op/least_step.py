@@ -1,11 +1,11 @@
 """The division into stages with the least lower bound on its step.
 
 A stage of layers k .. j - 1 is busy for m t(k, j) s in a step of m microbatches, and the stages in front of it delay it
-by their passes of one microbatch. With s stages left, the first of which begins with layer k on device d, the step
-takes at least
+by their passes of one microbatch, unless backward passes are split. With s stages left, the first of which begins with
+layer k on device d, the step takes at least
 
     G(s, k, d) = min over layers j > k, placements d .. e, and options that fit, of
-                 max( m t(k, j),  path(k, j) + G(s - 1, j, e) )
+                 max( m t(k, j),  t(k, j) + G(s - 1, j, e) )
 
 Options have further bounds with a price per byte: within a memory limit a stage takes at least its priced seconds plus
 rate (residuals - limit)                                                                                     -> Priced
@@ -68,16 +68,16 @@ class Priced(NamedTuple):
 
 
 def least_step(
-    question: Question, paths: Sequence[Floats], priced: Mapping[int, Sequence[Priced]] | None = None
+    question: Question, priced: Mapping[int, Sequence[Priced]] | None = None, *, splits: bool = False
 ) -> LeastStep:
     """Lower bound on the step of every division.
 
     Args:
         question: the problem, with lower bounds for costs.
-        paths: of every submesh, s of the passes of one microbatch of layers i .. j - 1 at [i, j].
         priced: submesh -> further bounds on the seconds of its options.
+        splits: whether backward passes are split, so that stages behind do not wait for all of a pass.
     """
-    q, tables = question, _Tables(question, paths, priced or {})
+    q, tables = question, _Tables(question, priced or {}, splits=splits)
     behind = np.full((q.layers + 1, q.devices + 1), np.inf)
     behind[q.layers, q.devices] = 0.0
     levels, best, of_best = [behind], np.inf, 0
@@ -94,12 +94,12 @@ def least_step(
 class _Tables:
     """The tables of the recurrence; arrays by `dynamic_program.by_length`."""
 
-    def __init__(self, question: Question, paths: Sequence[Floats], priced: Mapping[int, Sequence[Priced]]) -> None:
+    def __init__(self, question: Question, priced: Mapping[int, Sequence[Priced]], *, splits: bool) -> None:
         q = self.question = question
         self.positions = q.positions()
         self.prices = {n: q.prices[n].by_length(q.prices[n].longest(q.memory[n])) for n, _, _ in self.positions}
         self.busy = {n: q.microbatches * p.times(q.microbatches) for n, p in self.prices.items()}
-        self.paths = {n: by_length(paths[n], len(p.seconds[0]) - 1) for n, p in self.prices.items()}
+        self.paths = {n: np.zeros_like(p.seconds) if splits else p.seconds for n, p in self.prices.items()}
         self.priced = {
             n: [Priced(rate, by_length(seconds, len(p.seconds[0]) - 1)) for rate, seconds in priced.get(n, ())]
             for n, p in self.prices.items()
@@ -120,13 +120,14 @@ class _Tables:
             reached = np.isfinite(behind[:, stops])
             at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
             if len(at):
-                seconds, last = self._options(n, stages).min(0), behind[:, stops[at]]
+                seconds, last = self._options(n, stages), behind[:, stops[at]]
                 steps = np.full(last.shape, np.inf)
-                for length in range(1, min(len(seconds), int(rows[-1]) + 1)):
+                for length in range(1, min(seconds.shape[1], int(rows[-1]) + 1)):
                     first, end = max(rows[0], length), rows[-1] + 1
                     here = slice(first - length, end - length)
-                    through = self.paths[n][length, here, None] + last[first:end]
-                    np.minimum(steps[here], np.maximum(seconds[length, here, None], through), out=steps[here])
+                    through = self.paths[n][:, length, here, None] + last[first:end]
+                    options = np.maximum(seconds[:, length, here, None], through)
+                    np.minimum(steps[here], options.min(0), out=steps[here])
                 longer[:, starts[at]] = np.minimum(longer[:, starts[at]], steps)
         return longer
 
@@ -145,9 +146,9 @@ class _Tables:
         for n, starts, stops in self.positions:
             for stop in stops[starts == device].tolist():
                 rest = behind[layer:, stop]
-                through = self.paths[n][: len(rest), layer] + rest[: len(self.paths[n])]
-                options = self._options(n, stages)[:, : len(rest), layer]
-                if len(lengths := np.flatnonzero(np.maximum(options.min(0), through) == goal)):
+                through = self.paths[n][:, : len(rest), layer] + rest[: self.paths[n].shape[1]]
+                options = np.maximum(self._options(n, stages)[:, : len(rest), layer], through)
+                if len(lengths := np.flatnonzero(options.min(0) == goal)):
                     length = int(lengths[0])
                     return BoundedStage(n, layer, layer + length, int(options[:, length].argmin())), stop
         raise AssertionError(f"no stage from layer {layer} and device {device} on takes the {goal} s it was found by")

@@ -3,9 +3,9 @@
 A stage that takes t_s seconds per microbatch is busy for m t_s in a step of m microbatches. The first microbatch comes
 to it through the passes of the stages in front, and the last one goes back through them, so that
 
-    T  >=  max_s ( sum_{i<s} path_i  +  m t_s )
+    T  >=  max_s ( sum_{i<s} t_i  +  m t_s )
 
-whatever the schedule; path = 0 under schedules that split backward passes. With bounds of layers for t, path and bytes
+whatever the schedule; without the sum under schedules that split backward passes. With bounds of layers for t and bytes
 (`autopar.passes.inter_op.layer_bounds`), the least of these over all divisions bounds every pipeline  -> least_step.py
 
 A stage fits if its state, its accumulators and the residuals of the microbatches in flight do, in even shards, under
@@ -188,12 +188,11 @@ class PipelineBound:
         splits = any(SCHEDULES[s].split for s in self.space.schedules)
         of_layer = self._layers.classes.of_layer
         layers = {n: [bounds[n][c] for c in of_layer] for n in self.search.meshes}
-        paths = [sums_of_runs([0.0 if splits else bound.path for bound in layers[n]]) for n in self.search.meshes]
         one_stage = (
             LeastStep(self._one_stage(count, bounds[n], n), (BoundedStage(n, 0, len(of_layer), 0),))
             for n in self._on_all
         )
-        divided = least_step(self._question(count, layers), paths, self._prices(count, bounds))
+        divided = least_step(self._question(count, layers), self._prices(count, bounds), splits=splits)
         return min(divided, *one_stage, key=lambda step: step.seconds)
 
     def _question(self, count: int, layers: Mapping[int, Sequence[LayerBound]]) -> Question:
@@ -347,7 +346,7 @@ class PipelineBound:
         for (m, n, c), bound in self.bounded.items():
             for larger in self._sizes if count % m == 0 else ():
                 if (share := self._share(n, larger)) is not None:
-                    table[larger][c] = table[larger][c].highest(bound, share, share * m / count)
+                    table[larger][c] = table[larger][c].highest(bound, share)
         return table
 
     def _costs(self, n: int, count: int, layers: Sequence[LayerBound]) -> RunCosts:
@@ -404,7 +403,8 @@ class PipelineBound:
         """Bounds layers on (submesh, class) pairs for a number of microbatches; `graphs` and `rules`: by class."""
         meshes, binds = self._meshes, self._memory_binds
         functions = [
-            partial(bound_on, graphs[c], meshes[n], rules[c], remat=binds and c in self._large) for n, c in tasks
+            partial(bound_on, graphs[c], meshes[n], rules[c], remat=binds and c in self._large, once=n in self._on_all)
+            for n, c in tasks
         ]
         results = zip(tasks, parallel_map.results(functions), strict=True)
         self.bounded.update(((count, n, c), result) for (n, c), result in results)
@@ -420,7 +420,14 @@ class PipelineBound:
         meshes, owned = self._meshes, self._layers.classes.owned
         functions = [
             partial(
-                priced_on, graphs[c], meshes[n], rules[c], owned(c), self._byte_rates(p), recomputed=p == remat.FULL
+                priced_on,
+                graphs[c],
+                meshes[n],
+                rules[c],
+                owned(c),
+                self._byte_rates(p),
+                recomputed=p == remat.FULL,
+                once=n in self._on_all,
             )
             for n, c, p in tasks
         ]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from autopar import api, zoo
 from autopar.hardware import meshes
-from autopar.ir.problem import Floats
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.dynamic_program import Question, RunCosts, placements
 from autopar.passes.inter_op.layer_bounds import BoundedLayers, ByteRates, bound_on, bounded_layers, priced_on
@@ -30,6 +29,7 @@ from autopar.passes.microbatch.split import split
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE, POLICIES, recomputable, rewrite
 from autopar.passes.solver.optimize import optimize
+from autopar.passes.stages.cost import stage_times
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan import StageProblem
@@ -64,12 +64,13 @@ def layers(model: str, cluster: str, count: int = COUNT) -> BoundedLayers:
 
 
 @cache
-def bounds(model: str, cluster: str, n: int, count: int = COUNT) -> list[float]:
-    """Of every layer, its seconds on a submesh."""
+def bounds(model: str, cluster: str, n: int, count: int = COUNT, *, once: bool = True) -> list[float]:
+    """Of every layer, its seconds on a submesh, with or without what runs once per step."""
     bounded = layers(model, cluster, count)
     mesh = search(model, cluster).meshes[n]
     of_class = {
-        c: bound_on(g, mesh, rules_of(g.graph), remat=False).seconds[NONE] for c, g in bounded.classes.graphs().items()
+        c: bound_on(g, mesh, rules_of(g.graph), remat=False, once=once).seconds[NONE]
+        for c, g in bounded.classes.graphs().items()
     }
     return [of_class[c] for c in bounded.classes.of_layer]
 
@@ -133,8 +134,8 @@ def test_rematerialised_layers_take_no_less_in_a_stage_than_their_bounds(model: 
 
 @settings(max_examples=examples(12), derandomize=True)
 @given(st.data())
-def test_layers_pay_no_more_for_bytes_than_their_stage(data: st.DataObject) -> None:
-    """At any price of a byte, whatever plan the stage has."""
+def test_layers_take_no_more_and_pay_no_more_for_bytes_than_their_stage(data: st.DataObject) -> None:
+    """In its passes, and at any price of a byte, whatever plan the stage has."""
     model = data.draw(st.sampled_from([*MODELS]))
     cluster = data.draw(st.sampled_from([*CLUSTERS]))
     of, bounded = search(model, cluster), layers(model, cluster)
@@ -149,9 +150,13 @@ def test_layers_pay_no_more_for_bytes_than_their_stage(data: st.DataObject) -> N
     graphs = bounded.classes.graphs({*bounded.classes.of_layer[first:last]})
     price = [ByteRates(rate, rate, rate)]
     priced = {
-        c: priced_on(g, of.meshes[n], rules_of(g.graph), bounded.classes.owned(c), price)[0] for c, g in graphs.items()
+        c: priced_on(g, of.meshes[n], rules_of(g.graph), bounded.classes.owned(c), price, once=True)[0]
+        for c, g in graphs.items()
     }
+    passes = sum(bounds(model, cluster, n, once=False)[first:last])
     for plan in (fastest, smaller):
+        times = stage_times(stage.plan(plan))
+        assert passes <= COUNT * (times.forward + times.backward + times.weight) * (1 + 1e-9)
         memory = stage.liveness.memory(plan.assignment)
         seconds = stage.model.problem.value(plan.assignment)
         paid = seconds + rate * (memory.state + memory.sums + memory.copies)
@@ -177,26 +182,25 @@ def test_more_devices_and_more_microbatches_take_no_less(model: str, cluster: st
         assert all(s <= t * (1 + 0.01) for s, t in zip(two, four, strict=True))
 
 
-def random_question(data: st.DataObject) -> tuple[Question, list[Floats]]:
-    """A problem whose stages have random costs, and paths through the layers that take no longer."""
+def random_question(data: st.DataObject) -> Question:
+    """A problem whose stages have random costs."""
     layers, devices = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     where = tuple(placements([(1, devices)]))
     shape = 2, layers + 1, layers + 1
     random = np.random.default_rng(data.draw(st.integers(0, 2**20)))
-    prices, paths = list[RunCosts](), list[Floats]()
+    prices = list[RunCosts]()
     for _ in range(devices):
         seconds, once = random.integers(1, 9, shape).astype(float), random.integers(0, 5, shape).astype(float)
         prices.append(RunCosts(seconds, once, random.integers(0, 9, shape) + 0.0, random.integers(0, 4, shape) + 0.0))
-        paths.append(seconds.min(0) * random.random())
     microbatches, stages = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([None, 1, 2]))
     memory = [float(data.draw(st.integers(4, 20)))] * devices
-    return Question(layers, devices, where, prices, memory, microbatches, lambda s: s, None, stages), paths
+    return Question(layers, devices, where, prices, memory, microbatches, lambda s: s, None, stages)
 
 
 @settings(max_examples=60)
-@given(st.data())
-def test_the_least_step_is_that_of_brute_force(data: st.DataObject) -> None:
-    question, paths = random_question(data)
+@given(st.data(), st.booleans())
+def test_the_least_step_is_that_of_brute_force(data: st.DataObject, splits: bool) -> None:
+    question = random_question(data)
     best = math.inf
     for parts in divisions(question):
         through, step = 0.0, 0.0 if question.stages in (None, len(parts)) else math.inf
@@ -206,9 +210,9 @@ def test_the_least_step_is_that_of_brute_force(data: st.DataObject) -> None:
             fits = prices.peaks(len(parts) - number)[at] <= question.memory[part.placement.submesh]
             busy = question.microbatches * prices.times(question.microbatches)[at]
             step = max(step, through + busy if fits else math.inf)
-            through += paths[part.placement.submesh][part.first, part.last]
+            through += 0.0 if splits else prices.seconds[at]
         best = min(best, step)
-    least = least_step(question, paths)
+    least = least_step(question, splits=splits)
     assert least.seconds == pytest.approx(best)
     if best < math.inf:
         assert [stage.first for stage in least.stages] == [0, *(stage.last for stage in least.stages[:-1])]
