@@ -512,8 +512,9 @@ def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> N
                 _charge(b, _reading(b, op, k, atom), atom, op.index)
 
     for value, op in unreduced.sums_of_passes(b.graph):
-        for _ in ("read", "written") if value in b.bindings else ():
-            _charge(b, b.bindings[value], value, op.index)
+        if value in b.bindings:
+            _charge(b, b.bindings[value], value, op.index)  # read
+            _charge(b, b.bindings[value], value, op.index)  # written
 
 
 def _reading(b: Builder, op: Op, operand: int, value: int) -> Binding:

@@ -83,6 +83,14 @@ class StageTimes:
         return microbatches * (self.forward + self.backward + self.weight) + self.update + self.reduce + self.host
 
 
+class _Seconds(NamedTuple):
+    """Seconds per step of one operation (-1: of none) in a program of the stage."""
+
+    program: str
+    op: int
+    seconds: float
+
+
 def stage_times(plan: SolvedStage) -> StageTimes:
     """Seconds of a planned stage."""
     graph, microbatches = plan.graph.graph, plan.graph.microbatches
@@ -91,7 +99,7 @@ def stage_times(plan: SolvedStage) -> StageTimes:
     recomputed = 0.0
     for program, op, seconds in (*_operations(plan), *_traffic(plan), *_reshards(plan, in_update=False)):
         by_program[program] += seconds
-        recomputed += seconds / microbatches if op in repeated else 0.0
+        recomputed += seconds / microbatches if program == PASS_KINDS[0] and op in repeated else 0.0
     reduce = sum(seconds for _, _, seconds in _reshards(plan, in_update=True))
     sent = {v: graph.type_of(graph.outputs[i]).nbytes for i, v in plan.graph.sent.items()}
     forward, backward, weight = (by_program[kind] / microbatches for kind in PASS_KINDS)
@@ -100,31 +108,23 @@ def stage_times(plan: SolvedStage) -> StageTimes:
     return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent, host, recomputed)
 
 
-class ProgramSeconds(NamedTuple):
-    """Seconds per step of an operation (-1: of none) that belong to a program."""
-
-    program: str
-    op: int
-    seconds: float
-
-
 def _program(plan: SolvedStage, op: int) -> str:
     """F, B, W, or "update" for a program that runs once."""
     name = plan.graph.program_of(op)
     return name if name in PASS_KINDS else UPDATE
 
 
-def _operations(plan: SolvedStage) -> Iterator[ProgramSeconds]:
+def _operations(plan: SolvedStage) -> Iterator[_Seconds]:
     for op, seconds in extract.operation_seconds(plan.model, plan.solution.assignment):
-        yield ProgramSeconds(_program(plan, op), op, seconds)
+        yield _Seconds(_program(plan, op), op, seconds)
 
 
-def _traffic(plan: SolvedStage) -> Iterator[ProgramSeconds]:
+def _traffic(plan: SolvedStage) -> Iterator[_Seconds]:
     groups, readers = plan.model.grouping.groups, _first_readers(plan)
     for charge, seconds in extract.traffic_seconds(plan.model, plan.solution.assignment, plan.mesh):
         value = groups[charge.group].value
         program = _program(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE)
-        yield ProgramSeconds(program, charge.op, seconds)
+        yield _Seconds(program, charge.op, seconds)
 
 
 def _first_readers(plan: SolvedStage) -> Mapping[int, str]:
@@ -137,7 +137,7 @@ def _first_readers(plan: SolvedStage) -> Mapping[int, str]:
     return readers
 
 
-def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[ProgramSeconds]:
+def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[_Seconds]:
     """Collectives between operations; `in_update`: only those of updates, otherwise only the others."""
     mesh, overlap = plan.mesh, plan.model.grouping.overlap
     overlapped, uses = mesh.with_overlap(), {use.site: use for use in plan.model.grouping.uses}
@@ -150,7 +150,7 @@ def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[ProgramSeconds]
             submesh = overlapped if overlap.moves(use.value, use.op) else mesh
             is_shared = c.count < plan.graph.microbatches  # a copy that all passes share
             seconds = extract.collective_seconds(c, submesh)
-            yield ProgramSeconds(UPDATE if is_shared else program, use.op, seconds)
+            yield _Seconds(UPDATE if is_shared else program, use.op, seconds)
 
 
 def _program_at(plan: SolvedStage, op: int, site: str) -> str:
