@@ -295,12 +295,12 @@ class _LayerProblems:
 
     @cached_property
     def whole(self) -> Model:
-        """All passes and updates."""
+        """All passes, and what runs once per step if that is part of them."""
         return self._without(frozenset(), shared=self.once)
 
     @cached_property
     def forward(self) -> Model:
-        """The forward pass alone."""
+        """The forward pass alone, without copies of state that it shares with other passes."""
         return self._without(frozenset(self.layer.graph.by_index) - self._forward, shared=False)
 
     @cached_property
