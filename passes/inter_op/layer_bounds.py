@@ -7,10 +7,10 @@ something with them:
     cheap operations             that every reader repeats are computed by another layer        -> surroundings_of
 
 With these at no cost, and resharding between layers left out, the seconds of a stage are at least the sum over its
-layers. What runs once per step may run beside the passes of other stages: it counts only where there is one stage. A
-rematerialised layer takes as long as its forward pass alone, and the rest with as much of the forward pass as its
-residuals are computed from; where it keeps the results of its products, what it repeats takes at least the least that
-each operation takes                                                                                    -> bound_on
+layers. What runs once per step may run beside the passes of other stages, so that passes are bounded by themselves,
+too. A rematerialised layer takes as long as its forward pass alone, and the rest with as much of the forward pass as
+its residuals are computed from; where it keeps the results of its products, what it repeats takes at least the least
+that each operation takes                                                                               -> bound_on
 
 Within a memory limit M, bytes may have a price w >= 0 (s/byte; Everett, 1963). The bound on a stage is again a sum over
 its layers:
@@ -85,17 +85,22 @@ class LayerBound:
     """What a layer takes at least on a mesh.
 
     Attributes:
-        seconds: rematerialisation policy -> s per step.
+        passes: rematerialisation policy -> s per step of its passes.
+        seconds: the same with what runs once per step.
     """
 
+    passes: Mapping[str, float]
     seconds: Mapping[str, float]
 
     def highest(self, other: LayerBound, share: float) -> LayerBound:
         """The higher of these seconds and of shares of others."""
-        return LayerBound({policy: max(s, share * other.seconds[policy]) for policy, s in self.seconds.items()})
+        return LayerBound(
+            {policy: max(s, share * other.passes[policy]) for policy, s in self.passes.items()},
+            {policy: max(s, share * other.seconds[policy]) for policy, s in self.seconds.items()},
+        )
 
 
-NOTHING = LayerBound(dict.fromkeys(rewrite.POLICIES, 0.0))
+NOTHING = LayerBound(*[dict.fromkeys(rewrite.POLICIES, 0.0)] * 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,11 +205,22 @@ def bound_on(
         mesh: the mesh.
         rules: of its operations.
         remat: whether what rematerialisation takes is bounded too; otherwise it is taken to be nothing.
-        once: whether what runs once per step is bounded too, beside the passes.
+        once: whether what runs once per step is bounded together with the passes, or by itself.
         effort: how near its optimum.
     """
-    parts = _LayerProblems(layer, mesh, rules, once)
-    least = _least(parts.whole.problem, effort)
+    parts = _LayerProblems(layer, mesh, rules, once=False)
+    passes = _of_policies(parts, effort, remat=remat)
+    updates = _least(parts.updates.problem, effort)
+    seconds = {policy: s + updates for policy, s in passes.items()}
+    if once:
+        together = _of_policies(replace(parts, once=True), effort, remat=remat)
+        seconds = {policy: max(s, together[policy]) for policy, s in seconds.items()}
+    return LayerBound(passes, seconds)
+
+
+def _of_policies(parts: _LayerProblems, effort: BoundEffort, *, remat: bool) -> Mapping[str, float]:
+    """Rematerialisation policy -> s per step."""
+    layer, least = parts.layer, _least(parts.whole.problem, effort)
     seconds = dict.fromkeys(rewrite.POLICIES, least)
     if remat:
         # of a loop over layers no more than its body is repeated in part
@@ -212,7 +228,7 @@ def bound_on(
         seconds[rewrite.DOTS] += math.fsum(s for op, s in parts.least_of_ops if op in repeated)
         again = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort)
         seconds[rewrite.FULL] = max(least, again)
-    return LayerBound(seconds)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,18 +248,17 @@ def priced_on(
     rates: Sequence[ByteRates],
     *,
     recomputed: bool = False,
-    once: bool = False,
     effort: BoundEffort = BOUND,
 ) -> Sequence[float]:
     """Lower bounds on the seconds of a layer plus the price of the bytes that it stores.
 
     Args:
-        layer, mesh, rules, once, effort: as for `bound_on`.
+        layer, mesh, rules, effort: as for `bound_on`.
         owned: arguments and totals of the step that are priced, which no other layer stores.
         rates: prices; a bound for each.
         recomputed: whether the layer is rematerialised.
     """
-    parts, graph = _LayerProblems(layer, mesh, rules, once), layer.graph
+    parts, graph = _LayerProblems(layer, mesh, rules, once=True), layer.graph
     model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if recomputed else (parts.whole, 0.0)
     backend, donated = _in_order(mesh), sorted((graph.carried or {}).values())
     stage = StageLiveness(layer, model, mesh, Liveness(graph, model, mesh, backend, donated))
@@ -307,6 +322,12 @@ class _LayerProblems:
     def rest(self) -> Model:
         """The rest, with as much of the forward pass as residuals are computed from."""
         return self._without(self._forward - _repeated(self.layer, rewrite.FULL).ops, shared=self.once)
+
+    @cached_property
+    def updates(self) -> Model:
+        """What runs once per step alone."""
+        passes = frozenset(i for i in self.layer.graph.by_index if self.layer.program_of(i) in PASS_KINDS)
+        return replace(self, once=True)._without(passes, shared=False)
 
     @property
     def least_of_ops(self) -> Iterator[tuple[int, float]]:

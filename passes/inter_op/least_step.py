@@ -5,7 +5,10 @@ by their passes of one microbatch, unless backward passes are split. With s stag
 layer k on device d, the step takes at least
 
     G(s, k, d) = min over layers j > k, placements d .. e, and options that fit, of
-                 max( m t(k, j),  t(k, j) + G(s - 1, j, e) )
+                 max( u(k, j) + max( m t(k, j),  t(k, j) + P(s - 1, j, e) ),  G(s - 1, j, e) )
+    P(s, k, d) = min over the same, of  max( m t(k, j),  t(k, j) + P(s - 1, j, e) )
+
+with u for what a stage does once per step, after its last pass, which may run beside the passes of stages in front.
 
 Options have further bounds with a price per byte: within a memory limit a stage takes at least its priced seconds plus
 rate (residuals - limit)                                                                                     -> Priced
@@ -80,15 +83,23 @@ def least_step(
     q, tables = question, _Tables(question, priced or {}, splits=splits)
     behind = np.full((q.layers + 1, q.devices + 1), np.inf)
     behind[q.layers, q.devices] = 0.0
-    levels, best, of_best = [behind], np.inf, 0
+    levels, best, of_best = [_Level(behind, behind)], np.inf, 0
     for stages in range(1, (q.stages or min(q.layers, q.devices)) + 1):
-        least = tables.longer(levels[-1], stages)
-        levels.append(np.where(least < best, least, np.inf))
-        if stages >= q.fewest and q.stages in (None, stages) and levels[-1][0, 0] < best:
-            best, of_best = float(levels[-1][0, 0]), stages
-        if not np.isfinite(levels[-1]).any():
+        longer = tables.longer(levels[-1], stages)
+        levels.append(_Level(np.where(longer.step < best, longer.step, np.inf), longer.passes))
+        least = float(levels[-1].step[0, 0])
+        if stages >= q.fewest and q.stages in (None, stages) and least < best:
+            best, of_best = least, stages
+        if not np.isfinite(levels[-1].step).any():
             break
     return LeastStep(best * (1 - ROUNDING), tables.read(levels[: of_best + 1]))
+
+
+class _Level(NamedTuple):
+    """G and P for one number of stages, at [layer, device]."""
+
+    step: Floats
+    passes: Floats
 
 
 class _Tables:
@@ -99,6 +110,8 @@ class _Tables:
         self.positions = q.positions()
         self.prices = {n: q.prices[n].by_length(q.prices[n].longest(q.memory[n])) for n, _, _ in self.positions}
         self.busy = {n: q.microbatches * p.times(q.microbatches) for n, p in self.prices.items()}
+        self.once = {n: p.once for n, p in self.prices.items()}
+        self.passes = {n: q.microbatches * p.seconds for n, p in self.prices.items()}
         self.paths = {n: np.zeros_like(p.seconds) if splits else p.seconds for n, p in self.prices.items()}
         self.priced = {
             n: [Priced(rate, by_length(seconds, len(p.seconds[0]) - 1)) for rate, seconds in priced.get(n, ())]
@@ -113,42 +126,51 @@ class _Tables:
             busy = np.maximum(busy, priced.least(in_flight * prices.stash, memory))
         return np.where(fits, busy, np.inf)
 
-    def longer(self, behind: Floats, stages: int) -> Floats:
+    def longer(self, behind: _Level, stages: int) -> _Level:
         """Bounds with one more stage in front of the state (layer, device), which makes so many."""
-        longer = np.full(behind.shape, np.inf)
+        longer = _Level(*(np.full(table.shape, np.inf) for table in behind))
         for n, starts, stops in self.positions:
-            reached = np.isfinite(behind[:, stops])
+            reached = np.isfinite(behind.step[:, stops])
             at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
-            if len(at):
-                seconds, last = self._options(n, stages), behind[:, stops[at]]
-                steps = np.full(last.shape, np.inf)
-                for length in range(1, min(seconds.shape[1], int(rows[-1]) + 1)):
-                    first, end = max(rows[0], length), rows[-1] + 1
-                    here = slice(first - length, end - length)
-                    through = self.paths[n][:, length, here, None] + last[first:end]
-                    options = np.maximum(seconds[:, length, here, None], through)
-                    np.minimum(steps[here], options.min(0), out=steps[here])
-                longer[:, starts[at]] = np.minimum(longer[:, starts[at]], steps)
+            if not len(at):
+                continue
+            seconds, last = self._options(n, stages), _Level(*(table[:, stops[at]] for table in behind))
+            best = _Level(*(np.full(table.shape, np.inf) for table in last))
+            for length in range(1, min(seconds.shape[1], int(rows[-1]) + 1)):
+                first, end = max(rows[0], length), rows[-1] + 1
+                here = slice(first - length, end - length)
+                tables = seconds, self.once[n], self.passes[n], self.paths[n]
+                busy, once, passes, path = (table[:, length, here, None] for table in tables)
+                through = path + last.passes[first:end]
+                step = np.maximum(np.maximum(busy, once + through).min(0), last.step[first:end])
+                np.minimum(best.step[here], step, out=best.step[here])
+                fits = np.where(np.isfinite(busy), passes, np.inf)
+                np.minimum(best.passes[here], np.maximum(fits, through).min(0), out=best.passes[here])
+            for table, own in zip(longer, best, strict=True):
+                table[:, starts[at]] = np.minimum(table[:, starts[at]], own)
         return longer
 
-    def read(self, levels: Sequence[Floats]) -> tuple[BoundedStage, ...]:
+    def read(self, levels: Sequence[_Level]) -> tuple[BoundedStage, ...]:
         """The stages of the least bound; ties go to the first placement, then to the fewest layers."""
         stages_read: list[BoundedStage] = []
         layer = device = 0
         for stages in range(len(levels) - 1, 0, -1):
-            stage, device = self._stage(layer, device, levels[stages - 1], float(levels[stages][layer, device]), stages)
+            goal = float(levels[stages].step[layer, device])
+            stage, device = self._stage(layer, device, levels[stages - 1], goal, stages)
             stages_read.append(stage)
             layer = stage.last
         return tuple(stages_read)
 
-    def _stage(self, layer: int, device: int, behind: Floats, goal: float, stages: int) -> tuple[BoundedStage, int]:
+    def _stage(self, layer: int, device: int, behind: _Level, goal: float, stages: int) -> tuple[BoundedStage, int]:
         """The first of so many stages, and the device behind it."""
         for n, starts, stops in self.positions:
             for stop in stops[starts == device].tolist():
-                rest = behind[layer:, stop]
-                through = self.paths[n][:, : len(rest), layer] + rest[: self.paths[n].shape[1]]
-                options = np.maximum(self._options(n, stages)[:, : len(rest), layer], through)
-                if len(lengths := np.flatnonzero(options.min(0) == goal)):
+                steps, passes = behind.step[layer:, stop], behind.passes[layer:, stop]
+                most = self.paths[n].shape[1]
+                path = self.paths[n][:, : len(steps), layer] + passes[:most]
+                busy, once = (table[:, : len(steps), layer] for table in (self._options(n, stages), self.once[n]))
+                options = np.maximum(busy, once + path)
+                if len(lengths := np.flatnonzero(np.maximum(options.min(0), steps[:most]) == goal)):
                     length = int(lengths[0])
                     return BoundedStage(n, layer, layer + length, int(options[:, length].argmin())), stop
         raise AssertionError(f"no stage from layer {layer} and device {device} on takes the {goal} s it was found by")

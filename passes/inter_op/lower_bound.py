@@ -3,7 +3,7 @@
 A stage that takes t_s seconds per microbatch is busy for m t_s in a step of m microbatches. The first microbatch comes
 to it through the passes of the stages in front, and the last one goes back through them, so that
 
-    T  >=  max_s ( sum_{i<s} t_i  +  m t_s )
+    T  >=  max_s ( sum_{i<s} t_i  +  m t_s ),     T  >=  max_s ( m t_s  +  what s runs once per step )
 
 whatever the schedule; without the sum under schedules that split backward passes. With bounds of layers for t and bytes
 (`autopar.passes.inter_op.layer_bounds`), the least of these over all divisions bounds every pipeline  -> least_step.py
@@ -243,16 +243,16 @@ class PipelineBound:
     def one_stage(self, count: int, bounds: Mapping[int, LayerBound], n: int) -> OneStage:
         """What all layers take in one stage; arguments as of `_one_stage`."""
         layers, size = [bounds[c] for c in self._layers.classes.of_layer], self._sizes[n]
-        seconds = np.array([self._seconds(layers, policy) for policy in remat.POLICIES])
+        seconds = np.array([self._of_policy([layer.seconds for layer in layers], p) for p in remat.POLICIES])
         residuals = np.array([self._stashed(policy, FUSED) for policy in (FUSED, remat.DOTS, remat.FULL)])
         state = math.fsum(self._state[c] for c in self._layers.classes.of_layer) / size
         sums = math.fsum(self._fixed) / size - state if count > 1 else 0.0
         return OneStage(seconds, residuals / (size * count), state, sums)
 
-    def _seconds(self, layers: Sequence[LayerBound], policy: str) -> Sequence[float]:
-        """Bounds (s) on all layers under a policy, for those that can be rematerialised."""
+    def _of_policy(self, layers: Sequence[Mapping[str, float]], policy: str) -> Sequence[float]:
+        """Bounds (s) on all layers, given by policy, under one of them, for those that can be rematerialised."""
         chosen = (policy if can_be else remat.NONE for can_be in self._recomputable)
-        return [layer.seconds[p] for layer, p in zip(layers, chosen, strict=True)]
+        return [layer[p] for layer, p in zip(layers, chosen, strict=True)]
 
     def _one_stage_priced(self, count: int, bounds: Mapping[int, LayerBound], n: int, stage: OneStage) -> float:
         """The same with bytes in their layouts, at the best rate; every layer is rematerialised if that is cheaper."""
@@ -351,14 +351,15 @@ class PipelineBound:
 
     def _costs(self, n: int, count: int, layers: Sequence[LayerBound]) -> RunCosts:
         """Bounds of all runs of layers on a submesh; an option for each rematerialisation policy."""
-        seconds: list[Floats] = []
-        stash: list[Floats] = []
+        runs: list[tuple[Floats, Floats, Floats]] = []
         for policy in self.space.policies:
-            seconds.append(sums_of_runs(self._seconds(layers, policy)))
-            stash.append(sums_of_runs((self._stashed(policy) / self._sizes[n] / count).tolist()))
-        nothing = np.zeros_like(np.stack(seconds))
-        fixed = nothing + sums_of_runs([nbytes / self._sizes[n] for nbytes in self._fixed])
-        return RunCosts(np.stack(seconds) / count, nothing, fixed, np.stack(stash))
+            passes = sums_of_runs(self._of_policy([layer.passes for layer in layers], policy))
+            seconds = sums_of_runs(self._of_policy([layer.seconds for layer in layers], policy))
+            stash = sums_of_runs((self._stashed(policy) / self._sizes[n] / count).tolist())
+            runs.append((passes / count, seconds - passes, stash))
+        passes, once, stash = (np.stack(tables) for tables in zip(*runs, strict=True))
+        fixed = np.zeros_like(passes) + sums_of_runs([nbytes / self._sizes[n] for nbytes in self._fixed])
+        return RunCosts(passes, once, fixed, stash)
 
     def _repeats(self, policy: str) -> Sequence[bool]:
         """Of every layer whether it runs its forward pass twice."""
@@ -402,8 +403,11 @@ class PipelineBound:
     ) -> None:
         """Bounds layers on (submesh, class) pairs for a number of microbatches; `graphs` and `rules`: by class."""
         meshes, binds = self._meshes, self._memory_binds
+        host = self.search.cluster.devices_per_host
+        # over the links between hosts, what runs once per step depends most on the layouts of the passes
+        slow = {n for n, size in self._sizes.items() if size > host or n in self._on_all}
         functions = [
-            partial(bound_on, graphs[c], meshes[n], rules[c], remat=binds and c in self._large, once=n in self._on_all)
+            partial(bound_on, graphs[c], meshes[n], rules[c], remat=binds and c in self._large, once=n in slow)
             for n, c in tasks
         ]
         results = zip(tasks, parallel_map.results(functions), strict=True)
@@ -420,14 +424,7 @@ class PipelineBound:
         meshes, owned = self._meshes, self._layers.classes.owned
         functions = [
             partial(
-                priced_on,
-                graphs[c],
-                meshes[n],
-                rules[c],
-                owned(c),
-                self._byte_rates(p),
-                recomputed=p == remat.FULL,
-                once=n in self._on_all,
+                priced_on, graphs[c], meshes[n], rules[c], owned(c), self._byte_rates(p), recomputed=p == remat.FULL
             )
             for n, c, p in tasks
         ]

@@ -69,10 +69,9 @@ def bounds(model: str, cluster: str, n: int, count: int = COUNT, *, once: bool =
     bounded = layers(model, cluster, count)
     mesh = search(model, cluster).meshes[n]
     of_class = {
-        c: bound_on(g, mesh, rules_of(g.graph), remat=False, once=once).seconds[NONE]
-        for c, g in bounded.classes.graphs().items()
+        c: bound_on(g, mesh, rules_of(g.graph), remat=False, once=once) for c, g in bounded.classes.graphs().items()
     }
-    return [of_class[c] for c in bounded.classes.of_layer]
+    return [(of_class[c].seconds if once else of_class[c].passes)[NONE] for c in bounded.classes.of_layer]
 
 
 def optimum(model: str, cluster: str, n: int, first: int, last: int) -> float:
@@ -150,8 +149,7 @@ def test_layers_take_no_more_and_pay_no_more_for_bytes_than_their_stage(data: st
     graphs = bounded.classes.graphs({*bounded.classes.of_layer[first:last]})
     price = [ByteRates(rate, rate, rate)]
     priced = {
-        c: priced_on(g, of.meshes[n], rules_of(g.graph), bounded.classes.owned(c), price, once=True)[0]
-        for c, g in graphs.items()
+        c: priced_on(g, of.meshes[n], rules_of(g.graph), bounded.classes.owned(c), price)[0] for c, g in graphs.items()
     }
     passes = sum(bounds(model, cluster, n, once=False)[first:last])
     for plan in (fastest, smaller):
@@ -183,14 +181,14 @@ def test_more_devices_and_more_microbatches_take_no_less(model: str, cluster: st
 
 
 def random_question(data: st.DataObject) -> Question:
-    """A problem whose stages have random costs."""
+    """A problem whose stages have random costs, in half of the cases only in their passes."""
     layers, devices = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     where = tuple(placements([(1, devices)]))
     shape = 2, layers + 1, layers + 1
-    random = np.random.default_rng(data.draw(st.integers(0, 2**20)))
+    random, often = np.random.default_rng(data.draw(st.integers(0, 2**20))), float(data.draw(st.booleans()))
     prices = list[RunCosts]()
     for _ in range(devices):
-        seconds, once = random.integers(1, 9, shape).astype(float), random.integers(0, 5, shape).astype(float)
+        seconds, once = random.integers(1, 9, shape).astype(float), often * random.integers(0, 5, shape)
         prices.append(RunCosts(seconds, once, random.integers(0, 9, shape) + 0.0, random.integers(0, 4, shape) + 0.0))
     microbatches, stages = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([None, 1, 2]))
     memory = [float(data.draw(st.integers(4, 20)))] * devices
@@ -203,17 +201,18 @@ def test_the_least_step_is_that_of_brute_force(data: st.DataObject, splits: bool
     question = random_question(data)
     best = math.inf
     for parts in divisions(question):
-        through, step = 0.0, 0.0 if question.stages in (None, len(parts)) else math.inf
-        for number, part in enumerate(parts):
+        step, behind = 0.0 if question.stages in (None, len(parts)) else math.inf, 0.0
+        for number, part in reversed([*enumerate(parts)]):
             prices = question.prices[part.placement.submesh]
             at = part.option, part.first, part.last
             fits = prices.peaks(len(parts) - number)[at] <= question.memory[part.placement.submesh]
-            busy = question.microbatches * prices.times(question.microbatches)[at]
-            step = max(step, through + busy if fits else math.inf)
-            through += 0.0 if splits else prices.seconds[at]
+            path = 0.0 if splits else prices.seconds[at]
+            behind = max(question.microbatches * prices.seconds[at], path + behind if number + 1 < len(parts) else 0.0)
+            step = max(step, prices.once[at] + behind if fits else math.inf)
         best = min(best, step)
     least = least_step(question, splits=splits)
-    assert least.seconds == pytest.approx(best)
+    once = any(np.any(prices.once) for prices in question.prices)
+    assert least.seconds <= best * (1 + 1e-9) if once else least.seconds == pytest.approx(best)
     if best < math.inf:
         assert [stage.first for stage in least.stages] == [0, *(stage.last for stage in least.stages[:-1])]
         assert least.stages[-1].last == question.layers
