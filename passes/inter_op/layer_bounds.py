@@ -208,26 +208,28 @@ def bound_on(
         once: whether what runs once per step is bounded together with the passes, or by itself.
         effort: how near its optimum.
     """
-    parts = _LayerProblems(layer, mesh, rules, once=False)
-    passes = _of_policies(parts, effort, remat=remat)
+    parts = _LayerProblems(layer, mesh, rules)
+    forward = _least(parts.forward.problem, effort) if remat else 0.0
+    passes = _of_policies(parts, forward, effort, once=False, remat=remat)
     updates = _least(parts.updates.problem, effort)
     seconds = {policy: s + updates for policy, s in passes.items()}
     if once:
-        together = _of_policies(replace(parts, once=True), effort, remat=remat)
+        together = _of_policies(parts, forward, effort, once=True, remat=remat)
         seconds = {policy: max(s, together[policy]) for policy, s in seconds.items()}
     return LayerBound(passes, seconds)
 
 
-def _of_policies(parts: _LayerProblems, effort: BoundEffort, *, remat: bool) -> Mapping[str, float]:
-    """Rematerialisation policy -> s per step."""
-    layer, least = parts.layer, _least(parts.whole.problem, effort)
+def _of_policies(
+    parts: _LayerProblems, forward: float, effort: BoundEffort, *, once: bool, remat: bool
+) -> Mapping[str, float]:
+    """Rematerialisation policy -> s per step; `forward`: bound (s) on the forward passes alone."""
+    layer, least = parts.layer, _least(parts.whole(once=once).problem, effort)
     seconds = dict.fromkeys(rewrite.POLICIES, least)
     if remat:
         # of a loop over layers no more than its body is repeated in part
         repeated = {i for i in _repeated(layer, rewrite.DOTS).ops if not layer.graph.by_index[i].regions}
         seconds[rewrite.DOTS] += math.fsum(s for op, s in parts.least_of_ops if op in repeated)
-        again = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort)
-        seconds[rewrite.FULL] = max(least, again)
+        seconds[rewrite.FULL] = max(least, forward + _least(parts.rest(once=once).problem, effort))
     return seconds
 
 
@@ -258,8 +260,9 @@ def priced_on(
         rates: prices; a bound for each.
         recomputed: whether the layer is rematerialised.
     """
-    parts, graph = _LayerProblems(layer, mesh, rules, once=True), layer.graph
-    model, fixed = (parts.rest, _least(parts.forward.problem, effort)) if recomputed else (parts.whole, 0.0)
+    parts, graph = _LayerProblems(layer, mesh, rules), layer.graph
+    model = parts.rest(once=True) if recomputed else parts.whole(once=True)
+    fixed = _least(parts.forward.problem, effort) if recomputed else 0.0
     backend, donated = _in_order(mesh), sorted((graph.carried or {}).values())
     stage = StageLiveness(layer, model, mesh, Liveness(graph, model, mesh, backend, donated))
     rows = (*stage.stored_row(*owned), stage.copies_row(_computed_from(layer, owned[0])))
@@ -296,38 +299,33 @@ class _LayerProblems:
         layer: the layer.
         mesh: the mesh.
         rules: of its operations.
-        once: whether what runs once per step is part of them.
     """
 
     layer: StageGraph
     mesh: LogicalMesh
     rules: Mapping[int, Rule]
-    once: bool
 
     @cached_property
     def grouping(self) -> Grouping:
         return op_groups.group(self.layer.graph, self.rules, self.mesh, surroundings=surroundings_of(self.layer))
 
-    @cached_property
-    def whole(self) -> Model:
-        """All passes, and what runs once per step if that is part of them."""
-        return self._without(frozenset(), shared=self.once)
+    def whole(self, *, once: bool) -> Model:
+        """All passes; `once`: with what runs once per step."""
+        return self._without(frozenset(), once=once)
 
     @cached_property
     def forward(self) -> Model:
         """The forward pass alone, without copies of state that it shares with other passes."""
-        return self._without(frozenset(self.layer.graph.by_index) - self._forward, shared=False)
+        return self._without(self._passes - self._forward, once=False)
 
-    @cached_property
-    def rest(self) -> Model:
-        """The rest, with as much of the forward pass as residuals are computed from."""
-        return self._without(self._forward - _repeated(self.layer, rewrite.FULL).ops, shared=self.once)
+    def rest(self, *, once: bool) -> Model:
+        """The rest, with as much of the forward pass as residuals are computed from; `once` as for `whole`."""
+        return self._without(self._forward - _repeated(self.layer, rewrite.FULL).ops, once=once)
 
     @cached_property
     def updates(self) -> Model:
         """What runs once per step alone."""
-        passes = frozenset(i for i in self.layer.graph.by_index if self.layer.program_of(i) in PASS_KINDS)
-        return replace(self, once=True)._without(passes, shared=False)
+        return self._without(self._passes, once=True)
 
     @property
     def least_of_ops(self) -> Iterator[tuple[int, float]]:
@@ -340,20 +338,23 @@ class _LayerProblems:
     def _forward(self) -> frozenset[int]:
         return frozenset(self.layer.programs.get("F", ()))
 
-    def _without(self, free: frozenset[int], *, shared: bool) -> Model:
+    @cached_property
+    def _passes(self) -> frozenset[int]:
+        return frozenset(i for i in self.layer.graph.by_index if self.layer.program_of(i) in PASS_KINDS)
+
+    def _without(self, free: frozenset[int], *, once: bool) -> Model:
         """The problem where these operations cost nothing either, nor what they read.
 
-        `shared`: whether copies of state cost anything that all passes share.
+        `once`: otherwise nothing costs anything that runs once per step, copies of state that passes share included.
         """
         layer = self.layer
-        outside = frozenset(i for i in layer.graph.by_index if layer.program_of(i) not in PASS_KINDS)
-        free = free if self.once else free | outside
+        free = free if once else frozenset(layer.graph.by_index) - (self._passes - free)
         model = intra_op.build(layer.graph, self.grouping.without(free) if free else self.grouping, self.mesh)
-        if shared:
+        if once:
             return model
         bindings, executions = self.grouping.bindings, self.grouping.executions
-        copies = {copy for v, copy in model.copies.items() if executions(bindings[v]) < layer.microbatches}
-        edges = tuple(_at_no_cost(edge) if edge.v in copies else edge for edge in model.problem.edges)
+        shared = {copy for v, copy in model.copies.items() if executions(bindings[v]) < layer.microbatches}
+        edges = tuple(_at_no_cost(edge) if edge.v in shared else edge for edge in model.problem.edges)
         return replace(model, problem=replace(model.problem, edges=edges))
 
 

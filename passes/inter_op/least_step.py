@@ -5,10 +5,11 @@ by their passes of one microbatch, unless backward passes are split. With s stag
 layer k on device d, the step takes at least
 
     G(s, k, d) = min over layers j > k, placements d .. e, and options that fit, of
-                 max( u(k, j) + max( m t(k, j),  t(k, j) + P(s - 1, j, e) ),  G(s - 1, j, e) )
+                 max( m t(k, j) + u(k, j),  t(k, j) + P(s - 1, j, e),  G(s - 1, j, e) )
     P(s, k, d) = min over the same, of  max( m t(k, j),  t(k, j) + P(s - 1, j, e) )
 
-with u for what a stage does once per step, after its last pass, which may run beside the passes of stages in front.
+with u for what a stage does once per step, which may run beside the passes of stages in front. Only the sum m t + u is
+bounded, so that u is not added to other bounds.
 
 Options have further bounds with a price per byte: within a memory limit a stage takes at least its priced seconds plus
 rate (residuals - limit)                                                                                     -> Priced
@@ -110,7 +111,6 @@ class _Tables:
         self.positions = q.positions()
         self.prices = {n: q.prices[n].by_length(q.prices[n].longest(q.memory[n])) for n, _, _ in self.positions}
         self.busy = {n: q.microbatches * p.times(q.microbatches) for n, p in self.prices.items()}
-        self.once = {n: p.once for n, p in self.prices.items()}
         self.passes = {n: q.microbatches * p.seconds for n, p in self.prices.items()}
         self.paths = {n: np.zeros_like(p.seconds) if splits else p.seconds for n, p in self.prices.items()}
         self.priced = {
@@ -139,10 +139,10 @@ class _Tables:
             for length in range(1, min(seconds.shape[1], int(rows[-1]) + 1)):
                 first, end = max(rows[0], length), rows[-1] + 1
                 here = slice(first - length, end - length)
-                tables = seconds, self.once[n], self.passes[n], self.paths[n]
-                busy, once, passes, path = (table[:, length, here, None] for table in tables)
+                tables = seconds, self.passes[n], self.paths[n]
+                busy, passes, path = (table[:, length, here, None] for table in tables)
                 through = path + last.passes[first:end]
-                step = np.maximum(np.maximum(busy, once + through).min(0), last.step[first:end])
+                step = np.maximum(np.maximum(busy, through).min(0), last.step[first:end])
                 np.minimum(best.step[here], step, out=best.step[here])
                 fits = np.where(np.isfinite(busy), passes, np.inf)
                 np.minimum(best.passes[here], np.maximum(fits, through).min(0), out=best.passes[here])
@@ -167,9 +167,8 @@ class _Tables:
             for stop in stops[starts == device].tolist():
                 steps, passes = behind.step[layer:, stop], behind.passes[layer:, stop]
                 most = self.paths[n].shape[1]
-                path = self.paths[n][:, : len(steps), layer] + passes[:most]
-                busy, once = (table[:, : len(steps), layer] for table in (self._options(n, stages), self.once[n]))
-                options = np.maximum(busy, once + path)
+                through = self.paths[n][:, : len(steps), layer] + passes[:most]
+                options = np.maximum(self._options(n, stages)[:, : len(steps), layer], through)
                 if len(lengths := np.flatnonzero(np.maximum(options.min(0), steps[:most]) == goal)):
                     length = int(lengths[0])
                     return BoundedStage(n, layer, layer + length, int(options[:, length].argmin())), stop
