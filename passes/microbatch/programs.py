@@ -194,7 +194,7 @@ def _by_segment(analysis: Analysis) -> tuple[tuple[PlacedOp, ...], tuple[Accumul
     if all(segment <= 2 for _, segment in analysis.values.values()):
         liveness = _Liveness(analysis, results, averaged=_averaged(analysis))
         after = liveness.outside((2,))
-        loop = _accumulation_loop(analysis, liveness, 1, (1,), after)
+        loop = _accumulation_loop(analysis, liveness, 1, liveness.totals((1,)), after)
         return tuple(liveness.before()), (loop,)
     # The totals that the second loop reads are found with everything after it; the operations after it may shrink then.
     liveness = _Liveness(analysis, set(results))
@@ -204,14 +204,14 @@ def _by_segment(analysis: Analysis) -> tuple[tuple[PlacedOp, ...], tuple[Accumul
     read = {v for v in needed if analysis.values[v][1] in (1, 2) and v not in analysis.whole}
     early = _Liveness(analysis, read)
     middle = early.outside((2,))
+    first = _accumulation_loop(analysis, early, 1, early.totals((1,)), middle)
     liveness = _Liveness(analysis, results, set(early.taken))
     after = liveness.outside((2, 4))
-    second = _accumulation_loop(analysis, liveness, 3, (1, 3), after)
+    of_first = {total.value for total in first.totals}
+    of_second = [v for v in liveness.totals((1, 3)) if v not in of_first]
+    second = _accumulation_loop(analysis, liveness, 3, of_second, after)
     liveness.needed.update(early.needed)
-    first = _Liveness(analysis, early.needed)
-    loop = _accumulation_loop(analysis, first, 1, (1,), middle)
-    liveness.needed.update(first.needed)
-    return tuple(liveness.before()), (loop, second)
+    return tuple(liveness.before()), (first, second)
 
 
 def _outer_values(placed: PlacedOp) -> list[int]:
@@ -219,9 +219,9 @@ def _outer_values(placed: PlacedOp) -> list[int]:
 
 
 def _accumulation_loop(
-    analysis: Analysis, liveness: _Liveness, last: int, segments: Sequence[int], after: Sequence[PlacedOp]
+    analysis: Analysis, liveness: _Liveness, last: int, values: Sequence[int], after: Sequence[PlacedOp]
 ) -> AccumulationLoop:
-    values = liveness.totals(segments)
+    """A loop that adds up these values."""
     loop = liveness.loop(last, values)
     means = [AccumulatedValue(v, "mean") for v in values if v in liveness.averaged]
     totals = [AccumulatedValue(v, _combine(analysis.values[v][0])) for v in values if v not in liveness.averaged]

@@ -505,6 +505,18 @@ def test_two_backward_passes_are_named_and_run_on_one_mesh() -> None:
     assert autopar.plan(*arguments, mesh=(2,), num_microbatches=4).num_microbatches == 4
 
 
+def test_the_second_of_two_passes_reads_a_total_that_the_step_returns() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w + jnp.full((8, 4), value))))(w - gradient), value + 1
+
+    with pytest.raises(MicrobatchError, match="with two backward passes over its 4 microbatches"):
+        autopar.plan(step, jnp.eye(4), jnp.ones((8, 4)), stages=2, mesh=(2,), num_microbatches=4)
+
+
 def test_a_loss_after_the_update_is_no_second_backward_pass() -> None:
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:

@@ -317,6 +317,23 @@ def test_the_second_loop_reads_a_total_of_the_first_itself() -> None:
     np.testing.assert_allclose(got, expected, 1e-12)
 
 
+def test_a_total_of_the_first_loop_is_not_computed_again() -> None:
+    """It is a result of the step besides; so is a total that only the second loop computes."""
+
+    def step(p: Any, x: Any) -> Any:
+        z = x @ p
+        gram = z.T @ z
+        return gram, (z @ gram).sum(), jnp.exp(z).sum()
+
+    p, x = np.ones((3, 2)) / 7, np.random.default_rng(0).normal(size=(4, 3))
+    divided, got, expected = in_microbatches(step, p, x, min_loop_share=0.99)
+    first, second = ({total.value for total in loop.totals} for loop in divided.loops)
+    assert first == {divided.flat.outputs[0]}
+    assert second == {*divided.flat.outputs[1:]}
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, 1e-12)
+
+
 def test_a_hessian_vector_product_along_the_steps_own_gradient() -> None:
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean(jnp.tanh(x @ p) ** 2)
