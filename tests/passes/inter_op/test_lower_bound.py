@@ -38,13 +38,13 @@ from autopar.plans.plan import Plan
 from autopar.rules import rules_of
 from tests.passes.inter_op.test_dynamic_program import divisions
 from tests.passes.inter_op.test_optimality import CLUSTERS
-from tests.support.effort import examples, sample
+from tests.support.effort import ALL, examples, sample
 from tests.support.traces import traced
 
 COUNT = 2
 MODELS: dict[str, dict[str, Any]] = {
     "mlp-toy": {"layers": 3},
-    "gpt-toy": {"layers": 2},
+    "gpt-toy": {"layers": 2 if ALL else 1},
     "gpt-toy-scan": {},
     "moe-toy": {},
     "t5-toy": {},
@@ -239,7 +239,7 @@ def test_no_pipeline_is_faster_than_the_bound(cluster: str, share: float | None)
     assert best is None or bound <= best.seconds
 
 
-@pytest.mark.parametrize("model", ["mlp-toy", "moe-toy"])
+@pytest.mark.parametrize("model", sample(["mlp-toy", "moe-toy"], ["mlp-toy"]))
 def test_layers_that_are_not_bounded_would_not_raise_the_bound(model: str) -> None:
     of = search(model, "hosts with little bandwidth")
     bound = PipelineBound(of, SearchSpace(of.batch, (2, 4, 8)))
@@ -339,9 +339,11 @@ def test_one_stage_within_memory_takes_no_more_than_brute_force(data: st.DataObj
         assert least == pytest.approx(seconds.min(0).sum())
 
 
-@pytest.mark.parametrize("shape", meshes.factorisations(4))
 @pytest.mark.parametrize(
-    ("cluster", "share"), sample(itertools.product(CLUSTERS, (1.0, 0.7, 0.45)), [("hosts with latency", 0.45)])
+    ("cluster", "share", "shape"),
+    sample(
+        itertools.product(CLUSTERS, (1.0, 0.7, 0.45), meshes.factorisations(4)), [("hosts with latency", 0.45, (2, 2))]
+    ),
 )
 def test_no_plan_on_one_mesh_takes_less_than_the_bound_on_one_stage(
     cluster: str, share: float, shape: tuple[int, ...]
