@@ -440,12 +440,14 @@ def test_mistakes_are_named(options: dict[str, Any], error: type[Exception], mes
 
 
 @pytest.mark.parametrize(
-    "options", [{"mesh": (8,)}, {"memory_budget": "min"}, {"offload": "all"}], ids=["mesh=", "budget", "offload"]
+    "options",
+    [{"mesh": (8,)}, {"memory_budget": "min", "remat": "none"}, {"offload": "all"}],
+    ids=["mesh=", "budget", "offload"],
 )
 def test_a_search_that_an_option_excludes_is_announced(options: dict[str, Any]) -> None:
     excluding = rf"{next(iter(options))}.*; the step is planned on one mesh"
     with pytest.warns(AutoparWarning, match=f"stages are not searched with {excluding}"):
-        plan = planned(**{"stages": "search", "mesh": None, "cluster": Cluster.preset("dgx-h100"), **options})
+        plan = planned(layers=1, **{"stages": "search", "mesh": None, "cluster": Cluster.preset("dgx-h100"), **options})
     assert len(plan.stages) == 1
 
 

@@ -381,10 +381,15 @@ def test_trying_every_number_of_microbatches_finds_little_more(searcher: InterOp
     assert best.seconds <= (1 + INTER_OP.near) * min(pipeline.seconds for pipeline in alone if pipeline is not None)
 
 
-@pytest.mark.parametrize("share", sample([1.0, 0.25, 0.1], [0.25]))
-def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "batch", "share"),
+    sample(
+        [*itertools.product(["gpt-toy"], [32], [1.0, 0.25, 0.1]), ("mlp-toy", 16384, 0.25)], [("mlp-toy", 16384, 0.25)]
+    ),
+)
+def test_numbers_from_where_the_step_fits_on_lead_to_the_best(model: str, batch: int, share: float) -> None:
     """Down where memory is ample, up where only small microbatches fit."""
-    step = traced("gpt-toy", layers=2, batch=32)
+    step = traced(model, layers=2, batch=batch)
     counts = (1, 2, 4, 8, 16, 32)
     searcher = InterOpSearch(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
     ample = [searcher.best(opened(searcher, counts=(count,))) for count in counts]

@@ -160,10 +160,8 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
 @pytest.mark.usefixtures("unbounded")
 def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages are found where one mesh does not fit, whatever it was forecast to take once it does."""
-    built = zoo.build("gpt-toy", layers=1, batch=64, seq=16)
-    cluster = Cluster.custom(
-        (2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-11), peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=5e5
-    )
+    built = zoo.build("mlp-toy", batch=256)
+    cluster = Cluster.custom((2,), alpha=1e-5, beta=1e-9, peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=2e5)
     searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
     assert len(searched.stages) == 2
     for promised in sample((1e-12, 1.0), (1e-12,)):
@@ -202,7 +200,7 @@ def test_no_other_mesh_is_planned_once_the_time_is_over(monkeypatch: pytest.Monk
         return plan_of(self, *args)
 
     monkeypatch.setattr(Planner, "plan", recorded)
-    built = zoo.build("gpt-toy")
+    built = zoo.build("gpt-toy-scan")
     with plan_cache.use_folder(None), pytest.warns(AutoparWarning) as warned:
         plan = autopar.plan(built.step, *built.abstract_args(), cluster=CLUSTER, gap=0.0, time_limit=1e-3)
     assert [str(w.message) for w in warned] == [
@@ -210,7 +208,7 @@ def test_no_other_mesh_is_planned_once_the_time_is_over(monkeypatch: pytest.Monk
         f"{plan.gap:.1%} faster. Raise time_limit= (--time-limit)"
     ]
     assert planned == [plan.mesh_sizes]
-    assert plan.lower_bound_s <= min(fixed.step_time_s for fixed in alone("gpt-toy").values()) * (1 + 1e-9)
+    assert plan.lower_bound_s <= min(fixed.step_time_s for fixed in alone("gpt-toy-scan").values()) * (1 + 1e-9)
 
 
 def test_where_nothing_fits_other_meshes_are_soon_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +249,7 @@ def test_no_mesh_is_left_that_has_a_plan_that_fits(name: str, preset: str) -> No
 
 def test_a_loss_that_compares_all_rows_is_planned_on_one_mesh() -> None:
     """Its gradient needs the whole batch, so that no stage has a backward pass of its own."""
-    built, cluster = zoo.build("clip-toy"), Cluster.preset("p3.16xlarge", hosts=2)
+    built, cluster = zoo.build("clip-toy", layers=1), Cluster.preset("p3.16xlarge", hosts=2)
     searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster)
     assert len(searched.stages) == 1
     with pytest.raises(
@@ -273,15 +271,16 @@ def test_gradients_that_a_scan_accumulates_are_no_backward_pass_of_a_stage() -> 
         autopar.plan(step, jnp.ones((16, 16)), jnp.ones((4, 24, 16)), mesh=(8,), stages=2, schedule="1f1b")
 
 
+@pytest.mark.usefixtures("unbounded")
 def test_what_one_mesh_refuses_leaves_the_stages() -> None:
     """A batch of five divides by no mesh axis, and falls into five microbatches."""
-    built = zoo.build("gpt-toy", batch=5)
+    built = zoo.build("mlp-toy", batch=5)
     cluster = Cluster.custom(
         (2, 4), alpha=(1e-3, 1e-6), beta=(1e-7, 1e-10), peak_flops=1e9, memory_bandwidth=1e11, memory_bytes=1e9
     )
     searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search", batch_argnums=(1,))
     assert (len(searched.stages), searched.num_microbatches) == (2, 5)
-    with pytest.raises(ArgumentError, match=r"batch argument .* of shape \(5, 16\).* does not divide"):
+    with pytest.raises(ArgumentError, match=r"batch argument .* of shape \(5, 32\).* does not divide"):
         autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=(2, 4), batch_argnums=(1,))
 
 
