@@ -29,6 +29,15 @@ OTHERS = [(d, e) for d in ("int8", "uint8", "bfloat16", "float16", "float64", *D
 NEWER = {"log2", "one_minus_square", "polynomial"}
 #: Cases that run in each place.
 CASES = 8
+_WINDOWS = ("select_and_gather_add", "select_and_scatter_add")
+_DECOMPOSITIONS = ("cholesky", "eigh", "householder_product", "lu", "qr", "svd", "tridiagonal_solve")
+#: dtype -> primitives that XLA:CPU of JAX 0.10.2 lacks for it. With one of them a whole program does not compile.
+LACKING = {
+    "bool": ("clamp",),
+    "complex64": ("argmax", "argmin", "clamp", "eq_to", "pallas_call", *_WINDOWS),
+    **dict.fromkeys(("int8", "uint8", "int32"), ("cumlogsumexp",)),
+    **dict.fromkeys(("float16", "bfloat16"), _DECOMPOSITIONS),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +81,7 @@ def test_parts_of_sums_that_kernels_round_are_converted(dtype: str) -> None:
 
 
 def drawn(accepted_cases: Sequence[Accepted], place: int) -> list[Accepted]:
+    accepted_cases = [case for case in accepted_cases if case.use.primitive not in LACKING.get(case.dtype, ())]
     order = np.random.default_rng(place).permutation(len(accepted_cases))
     turn = {line: i % len(PLACES) for i, line in enumerate(lines())}
     mine = [line for line, of in turn.items() if of == place]
