@@ -330,7 +330,7 @@ CLUSTER = Cluster.local()
 
 @cache
 def model(scan: bool) -> zoo.Model:
-    return zoo.build("gpt-toy-scan" if scan else "gpt-toy", layers=3, batch=64)
+    return zoo.build("gpt-toy-scan" if scan else "gpt-toy", layers=2, batch=64)
 
 
 def planned(scan: bool, **options: Any) -> Plan:
@@ -489,7 +489,7 @@ def test_a_user_s_plan_begins_with_as_many_layers_as_are_forecast_to_suffice(
         return attempt(self, policies, *args)
 
     monkeypatch.setattr(planning.Planner, "attempt", recorded)
-    step, preset = zoo.build("gpt-toy", layers=4, batch=256), Cluster.preset("dgx-h100", hosts=1)
+    step, preset = zoo.build("gpt-toy", layers=3, batch=256), Cluster.preset("dgx-h100", hosts=1)
     chosen: dict[str, Any] = {"mesh": (8,), "num_microbatches": microbatches, "offload": "none"}
     with plan_cache.use_folder(None):
         free = autopar.plan(step.step, *step.abstract_args(), cluster=preset, remat="none", **chosen)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
 from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.trace import Traced
 from autopar.passes.remat.options import Options
+from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import StagePlans, plan_stages
 from tests.passes.stages.test_graph import COUNT, staged
@@ -20,8 +23,14 @@ def mesh(devices: int = 2, beta: float = 1e-9) -> LogicalMesh:
     return Cluster.custom((devices,), 1e-6, beta, {"float32": 1e9}, 1e10, 10**9).logical_mesh((devices,))
 
 
-def planned(limits: Sequence[MemoryLimit] = (), gap: float = Options().gap, model: str = "mlp-toy") -> StagePlans:
+@cache
+def stages_of(model: str) -> tuple[Stages, Traced]:
     stages, _, traced = staged(model, STAGES, layers=4)
+    return stages, traced
+
+
+def planned(limits: Sequence[MemoryLimit] = (), gap: float = Options().gap, model: str = "mlp-toy") -> StagePlans:
+    stages, traced = stages_of(model)
     return plan_stages(stages, traced.in_avals, [mesh(4, 1e-7)] * STAGES, Options(gap=gap), limits)
 
 
