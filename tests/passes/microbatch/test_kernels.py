@@ -296,14 +296,9 @@ def transformer(params: Any, x: jax.Array) -> jax.Array:
 def transformer_arguments() -> tuple[Any, jax.Array]:
     shapes = dict.fromkeys("qkv", (WIDTH, HEADS, WIDTH)) | {"o": (HEADS, WIDTH, WIDTH)}
     shapes |= {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
-    params = [
-        {
-            name: jax.random.normal(jax.random.key(10 * i + j), shape) / 3
-            for j, (name, shape) in enumerate(shapes.items())
-        }
-        for i in range(2)
-    ]
-    return params, jax.random.normal(jax.random.key(7), (BATCH, SEQ, WIDTH))
+    rng = np.random.default_rng(0)
+    params = [{name: jnp.asarray(rng.normal(size=shape) / 3, "f4") for name, shape in shapes.items()} for _ in range(2)]
+    return params, jnp.asarray(rng.normal(size=(BATCH, SEQ, WIDTH)), "f4")
 
 
 @pytest.fixture(scope="module")
