@@ -439,9 +439,12 @@ def test_mistakes_are_named(options: dict[str, Any], error: type[Exception], mes
         planned(**options)
 
 
+PAIR = Cluster.custom((2,), 1e-6, 1e-9, 1e12, 1e11, 10**9)
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"mesh": (8,)}, {"memory_budget": "min", "remat": "none"}, {"offload": "all"}],
+    [{"mesh": (8,)}, {"memory_budget": "min", "cluster": PAIR}, {"offload": "all"}],
     ids=["mesh=", "budget", "offload"],
 )
 def test_a_search_that_an_option_excludes_is_announced(options: dict[str, Any]) -> None:
@@ -561,7 +564,7 @@ def test_a_changed_plan_of_a_stage_is_refused(model: zoo.Model, inputs: tuple[An
         autopar.parallelize(model.step, plan=damaged)(*inputs)
 
 
-@pytest.mark.parametrize("target", sample(["gpt-toy", "gpt-toy-scan"], ["gpt-toy-scan"]))
+@pytest.mark.parametrize("target", sample(["gpt-toy", "gpt-toy-scan", "mlp-toy-scan"], ["mlp-toy-scan"]))
 def test_layers_may_be_recomputed(target: str) -> None:
     model = zoo.build(target, batch=8, dtype="float64")
     args = model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
