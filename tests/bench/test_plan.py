@@ -6,6 +6,7 @@ import pytest
 
 from autopar.bench import plan, worker
 from autopar.errors import ArgumentError
+from tests.support import processes
 
 KEYS = {
     "model", "mesh", "cluster", "total_s", "phases", "variables", "variables_unfolded", "rows", "gap", "solver",
@@ -38,7 +39,9 @@ def test_medians_keep_the_raw_times():
 def fresh() -> tuple[plan.Result, list[str]]:
     """A toy that one process has measured, and what was told."""
     heard: list[str] = []
-    return plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append), heard
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "lines", processes.worker_lines)
+        return plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append), heard
 
 
 def test_a_fresh_process_measures_a_toy(fresh: tuple[plan.Result, list[str]]):
@@ -52,7 +55,10 @@ def test_a_fresh_process_measures_a_toy(fresh: tuple[plan.Result, list[str]]):
     assert plan.table(measurement).startswith("mlp-toy on 2x4 of dgx-h100")
 
 
-def test_what_is_read_from_the_cache_is_not_solved_again(fresh: tuple[plan.Result, list[str]]):
+def test_what_is_read_from_the_cache_is_not_solved_again(
+    fresh: tuple[plan.Result, list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker, "lines", processes.worker_lines)
     solved, _ = fresh
     heard: list[str] = []
     measurement = plan.run({"model": "mlp-toy", "mesh": [2, 4], "from_cache": True}, 1, heard.append)

@@ -1,4 +1,4 @@
-"""The same program in processes whose hashes differ: what it prints must not.
+"""Programs in processes of their own: under several seeds of the hashes, or as the worker of a benchmark.
 
 A process for each seed of the hashes imports JAX and the compiler once, without a backend, and is forked for every
 program: the imports take longer than most programs.
@@ -12,8 +12,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 #: The process that is forked: a line of JSON for each program, and the status of its process in return.
@@ -59,8 +61,15 @@ def _template(seed: str) -> subprocess.Popen[str]:
     return process
 
 
-def printed(code: str, seed: str, *arguments: str) -> str:
-    """What a process with PYTHONHASHSEED=seed prints that runs `code` in the project's root."""
+def printed(code: str, seed: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """What a process with PYTHONHASHSEED=seed prints that runs `code` in the project's root.
+
+    Args:
+        code: a Python program.
+        seed: of the hashes.
+        arguments: `sys.argv[1:]` of the program.
+        env: variables of its environment beside those of this process.
+    """
     template = _template(seed)
     assert template.stdin is not None
     assert template.stdout is not None
@@ -68,7 +77,8 @@ def printed(code: str, seed: str, *arguments: str) -> str:
         out, err = (Path(folder, name) for name in ("out", "err"))
         out.touch()
         err.touch()
-        program = {"code": code, "arguments": arguments, "env": _environment(seed), "out": str(out), "err": str(err)}
+        environment = {**_environment(seed), **(env or {})}
+        program = {"code": code, "arguments": arguments, "env": environment, "out": str(out), "err": str(err)}
         template.stdin.write(json.dumps(program) + "\n")
         template.stdin.flush()
         status = template.stdout.readline().strip()
@@ -81,3 +91,15 @@ def printed_twice(code: str) -> str:
     first, second = (printed(code, seed) for seed in ("0", "7"))
     assert first == second != ""
     return first
+
+
+#: Runs a module as `python -m` does; its name is the first argument.
+MODULE = "import runpy, sys; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+
+
+def worker_lines(
+    module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = None, patience: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """What `autopar.bench.worker.lines` yields, from a forked process; a worker that fails is an assertion error."""
+    lines = printed(MODULE, "0", module, json.dumps(spec), env=env).splitlines()
+    yield from (json.loads(line) for line in lines if line.startswith("{"))

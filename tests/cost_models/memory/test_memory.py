@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from autopar import api, zoo
-from autopar.bench import worker
 from autopar.bench.predictions import run as predictions
 from autopar.cost_models.compiler.backends import CPU, GPU, TPU, Backend, backend_of
 from autopar.cost_models.compiler.compiled_program import Program
@@ -29,6 +28,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
 from autopar.plans.builders.one_mesh import Planned, make_plan
+from tests.support import processes
 
 KIB = 1024
 
@@ -476,10 +476,10 @@ def test_an_array_that_a_barrier_renames_is_counted_once() -> None:
 
 @pytest.mark.parametrize(("model", "sizes", "mesh"), COMPILED, ids=[c[0] for c in COMPILED])
 def test_predictions_hold_for_the_compiler(model: str, sizes: dict[str, int], mesh: tuple[int, ...]) -> None:
-    """In a worker, as the benchmark does it: the suite's compiler is told to be quick, and fuses less."""
+    """In a process of its own, as the benchmark does it: the suite's compiler is told to be quick, and fuses less."""
     kinds: list[str] = []
     spec = {"model": model, "sizes": sizes, "mesh": mesh, "target": "cpu"}
-    for row in worker.lines("autopar.bench.predictions.run", spec, {"XLA_FLAGS": ""}):
+    for row in processes.worker_lines("autopar.bench.predictions.run", spec, {"XLA_FLAGS": ""}):
         kinds.append(row["plan"])
         assert row["predicted_arguments"] == pytest.approx(row["compiled_arguments"], rel=0.01)
         assert -predictions.BELOW <= row["error"] <= predictions.MOST, row["plan"]
