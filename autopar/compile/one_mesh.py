@@ -253,14 +253,16 @@ class OneMeshPlanner:
         """The plan with the shortest step; None if it takes `cutoff` (s) or longer."""
         if (answer := self._planned(cutoff)) is None:
             return None
-        plan, plan_warnings = answer
+        plan, graph, plan_warnings = answer
         step = self._parts.step
         if self._count > 1:
             own, batch = self._own, self._batch
             hashed = graph_hash(step.graph)
             plan = replace(plan, graph_hash=hashed, num_microbatches=self._count, batch=batch, per_microbatch=own)
         best = PlannedStep(self._traced, plan, self._target(plan), self._rules, plan_warnings)
-        if best.plan.remat:
+        if graph is not None:
+            best = replace(best, traced=replace(step, graph=graph))
+        elif best.plan.remat:
             best = replace(best, traced=apply_rewrites(step, best.plan))
         if rewritten := rewritten_hash(step, best.traced):
             (stage,) = best.plan.stages
@@ -273,12 +275,15 @@ class OneMeshPlanner:
         (target,) = (t for t in self._candidates if t.logical.names == names and t.logical.sizes == sizes)
         return target
 
-    def _planned(self, cutoff: float) -> tuple[Plan, tuple[str, ...]] | None:
-        """The best plan of the candidate meshes, from the cache if it is there, and its warnings."""
+    def _planned(self, cutoff: float) -> tuple[Plan, Graph | None, tuple[str, ...]] | None:
+        """The best plan of the candidate meshes, its program, and its warnings.
+
+        The plan is from the cache if it is there; its program is None then.
+        """
         begin = time.perf_counter()
         cached, cache_key = self._cached()
         if cached is not None:
-            return replace(cached, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin}), ()
+            return replace(cached, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin}), None, ()
         best = self._search.best(cutoff)
         if best is None:
             return None
@@ -287,7 +292,7 @@ class OneMeshPlanner:
         plan = described(plan, self._traced.graph, self._target(plan), self._options.memory_budget, self._state)
         if cache_key is not None and math.isinf(cutoff):
             plan_cache.write(cache_key, plan, self._options.time_limit)
-        return plan, best.solution.warnings
+        return plan, best.draft.graph, best.solution.warnings
 
     def _cached(self) -> tuple[Plan | None, str | None]:
         """The plan in the cache, or None, and its key; both None without a cache."""
