@@ -6,6 +6,7 @@ softmax statistic and the output as cuDNN's does. So what is tested are the rule
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections import Counter
@@ -322,6 +323,7 @@ def as_one_device(fn: Any, *args: Any) -> Any:
         return jax.jit(fn)(*args)
 
 
+MESHES = (8,), (2, 4), (2, 2, 2)
 BIAS = jax.random.normal(jax.random.key(1), (1, 4, 16, 16), BF16)
 CASES: dict[str, tuple[Any, list[Any]]] = {
     "causal": (gradients(attend, 3), arrays()),
@@ -332,8 +334,18 @@ CASES: dict[str, tuple[Any, list[Any]]] = {
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("mesh", [(8,), (2, 4), (2, 2, 2)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    sample(
+        itertools.product(CASES, MESHES),
+        [
+            *(("causal", mesh) for mesh in MESHES),
+            ("grouped queries", (2, 4)),
+            ("bias of all examples", (2, 2, 2)),
+            ("lengths", (8,)),
+        ],
+    ),
+)
 def test_equal_to_one_device(name: str, mesh: tuple[int, ...]) -> None:
     fn, args = CASES[name]
     step = autopar.parallelize(fn, mesh=mesh, cluster=dear(mesh))
@@ -438,7 +450,7 @@ def test_keys_and_values_are_passed_round_where_memory_is_short(name: str) -> No
     )
     at = [c for c in short.collectives if c.source.startswith("test_cudnn") and c.kind != "all-reduce"]
     predicted = Counter((c.kind, c.axes, c.bytes) for c in at for _ in range(c.count))
-    report = verify_compiled(step.lower(*args).compile(), fn, *args)
+    report = verify_compiled(step.compiled(*args), fn, *args)
     emitted = Counter((c.kind, c.axes, c.bytes) for c in report.collectives for _ in range(c.count))
     assert predicted
     for key, count in predicted.items():
@@ -467,7 +479,7 @@ def test_what_devices_send_inside_the_kernel_is_predicted(name: str) -> None:
     fn, args, step = cut_along(name)
     at = [c for c in step.plan(*args).collectives if c.source.startswith("test_cudnn") and c.kind != "all-reduce"]
     predicted = Counter((c.kind, c.axes, c.bytes) for c in at for _ in range(c.count))
-    report = verify_compiled(step.lower(*args).compile(), fn, *args)
+    report = verify_compiled(step.compiled(*args), fn, *args)
     emitted = Counter((c.kind, c.axes, c.bytes) for c in report.collectives for _ in range(c.count))
     assert predicted
     for key, count in predicted.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from autopar.ir.trace import trace
 from autopar.rules import pallas, rules_of
 from autopar.rules.pallas import splash
 from autopar.rules.pallas.axes import Queries
+from autopar.verification.verify import verify_compiled
 from tests.support.effort import examples
 
 BLOCK, WIDTH = 128, 128
@@ -151,18 +153,25 @@ def step_of(run: Callable[..., jax.Array]) -> Callable[..., Any]:
     return step
 
 
-def planned(name: str, mesh: tuple[int, ...], blocks: int, examples: int = 1) -> tuple[Any, Any, Any]:
-    """The plan of a step with a microbatch for each example, and its results beside those of the step as it is."""
+@cache
+def as_it_is(name: str, blocks: int, examples: int) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """A step, its arguments, and its results on one device."""
     seq = blocks * BLOCK
     step = step_of(attention(name, seq, 1))
     rng = np.random.default_rng(0)
     shapes = (16, 1, WIDTH), (16, WIDTH), (16, WIDTH), (examples, seq, 16)
     *w, x = (rng.normal(size=shape).astype(np.float32) / 4 for shape in shapes)
+    return step, w, x, jax.jit(step)(w, x)
+
+
+def planned(name: str, mesh: tuple[int, ...], blocks: int, examples: int = 1) -> tuple[Any, Any, Any]:
+    """The plan of a step with a microbatch for each example, and its results beside those of the step as it is."""
+    step, w, x, whole = as_it_is(name, blocks, examples)
     options: Any = {"mesh": mesh, "cluster": dear(mesh), "num_microbatches": examples}
     parallel = autopar.parallelize(step, donate_argnums=(), **options)
     plan = parallel.plan(w, x)
-    assert autopar.verify(plan, step, w, x, target="cpu").ok
-    return plan, parallel(w, x), jax.jit(step)(w, x)
+    assert verify_compiled(parallel.compiled(w, x), step, w, x).ok
+    return plan, parallel(w, x), whole
 
 
 CASES = {
