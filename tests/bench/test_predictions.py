@@ -70,7 +70,7 @@ def test_plans_are_made_for_the_compiler_of_the_target(platform: str) -> None:
 
 
 def test_recomputation_is_a_row_where_it_saves_memory() -> None:
-    subject = predictions.subject("mlp-toy", {"layers": 2, "batch": 8192}, (8,), "cpu")
+    subject = predictions.subject("equinox-toy", {"layers": 2, "batch": 8192}, (8,), "cpu")
     plans = dict(subject.plans())
     assert [kind for kind in predictions.PLANS if kind in plans] == list(plans)
     recomputed = {kind: any(policy != "none" for policy in p.plan.remat) for kind, p in plans.items()}

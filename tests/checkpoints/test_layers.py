@@ -77,7 +77,7 @@ def trained(model: zoo.Model, **options: Any) -> tuple[Any, Any, Any]:
     ("saved", "wanted", "options"),
     [
         ("gpt-toy", "gpt-toy-scan", {"mesh": (2, 2)}),
-        ("gpt-toy-scan", "gpt-toy", {"mesh": (2,), "stages": 2, "num_microbatches": 2}),
+        ("mlp-toy-scan", "mlp-toy", {"mesh": (2,), "stages": 2, "num_microbatches": 2}),
     ],
     ids=["stacked", "unstacked"],
 )

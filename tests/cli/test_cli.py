@@ -231,7 +231,7 @@ def test_verify_compares_with_what_is_emitted(autopar, target):
 
 def test_verify_compares_stages(autopar):
     options = ("--stages", 2, "--num-microbatches", 2, "--schedule", "gpipe")
-    status, out, _ = autopar("verify", "gpt-toy", "--cluster", "p3.16xlarge", "--mesh", "8", *options, "--json")
+    status, out, _ = autopar("verify", "mlp-toy", "--cluster", "p3.16xlarge", "--mesh", "8", *options, "--json")
     report = json.loads(out)
     assert (status, report["ok"], report["target"]) == (0, True, "shardy")
 

@@ -26,15 +26,15 @@ pytestmark = pytest.mark.core
 COLLECTIVE = re.compile(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
 
 
-def stepped(name, mesh, **options):
-    model = zoo.build(name)
+def stepped(name, mesh, layers=None, **options):
+    model = zoo.build(name, layers=layers)
     step = autopar.parallelize(model.step, mesh=mesh, cluster=dear(mesh), **options)
     return step, (model.init(jax.random.key(0)), model.make_batch(jax.random.key(1)))
 
 
 @pytest.fixture(scope="module")
 def one_mesh():
-    step, args = stepped("gpt-toy", (2, 2))
+    step, args = stepped("gpt-toy", (2, 2), layers=1)
     return step, args, step.profile(*args, steps=2)
 
 

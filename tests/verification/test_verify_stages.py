@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -39,6 +40,7 @@ def step(params: Params, x: jax.Array) -> Params:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
+@cache
 def in_stages(mesh: tuple[int, ...], schedule: Literal["1f1b", "zb-h1"] = "1f1b") -> autopar.Plan:
     return autopar.plan(
         step, PARAMS, BATCH, mesh=mesh, cluster=dear(mesh), stages=2, num_microbatches=4, schedule=schedule
