@@ -133,7 +133,7 @@ def test_two_steps_are_those_of_one_device(
 
 def test_gradients_are_summed_over_devices_once_per_step() -> None:
     """None in a pass; in the updates one piece of an all-reduce per parameter."""
-    model, (state, batch) = arguments("gpt-toy", batch=32)
+    model, (state, batch) = arguments("mlp-toy", batch=1024)
     step, plans = planned(model.step, (state, batch), ((4,), (4,)), count=4, alpha=1e-5)
     parameters = [len(plan.graph.completed_in) for plan in plans.plans]
     counts_by_program = {name: collectives(program) for name, program in step.programs.items()}
