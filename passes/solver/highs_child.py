@@ -2,8 +2,9 @@
 
 Arguments of the command line: model file, solution file, time limit (s), absolute gap (units of the objective).
 
-The LP relaxation is solved first, by dual simplex without presolve. Its solution is integral more often than not, and
-then no branch and bound is needed. The solution file is JSON: status, bound, values of the nonzero columns, message.
+The LP relaxation is solved first, by dual simplex. Its solution is integral more often than not, and then no branch and
+bound is needed. Nothing is presolved: with presolve HiGHS 1.16 ends with a dearer optimum for two of 14,400 random
+problems with memory rows. The solution file is JSON: status, bound, values of the nonzero columns, message.
 
 The package `highspy` imports NumPy, which takes ten times as long as a small problem. Its compiled module needs none of
 NumPy for what is read here; vectors such as `col_cost_` would.
@@ -42,7 +43,8 @@ def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
     """Solve the model to the absolute gap and write the solution file."""
     deadline = time.monotonic() + float(limit)
     solver: Any = (highspy._Highs if hasattr(highspy, "_Highs") else highspy.Highs)()
-    for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", float(gap))):
+    options = {"output_flag": False, "threads": 1, "presolve": "off", "mip_rel_gap": 0.0, "mip_abs_gap": float(gap)}
+    for option, value in options.items():
         solver.setOptionValue(option, value)
     solver.readModel(model_path)
     integer = [i for i, kind in enumerate(solver.getLp().integrality_) if kind != highspy.HighsVarType.kContinuous]
@@ -59,7 +61,6 @@ def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
 def _run(solver: Any, deadline: float, *, relaxed: bool) -> str:
     """Solve the model or its LP relaxation. Returns "optimal", "infeasible", "time-limit" or "failed"."""
     solver.setOptionValue("solve_relaxation", relaxed)
-    solver.setOptionValue("presolve", "off" if relaxed else "on")
     # HiGHS counts the time of earlier runs towards the limit
     solver.setOptionValue("time_limit", max(solver.getRunTime() + deadline - time.monotonic(), 0.1))
     solver.run()
