@@ -147,7 +147,10 @@ def narrow_chain(scope: Scope) -> None:
 
 
 def bitcast(scope: Scope) -> None:
-    """The bits of a value as another dtype, of the same width, narrower (a new last dimension), or wider."""
+    """The bits of a value as another dtype, of the same width, narrower (a new last dimension), or wider.
+
+    A NaN counts as one: which of its bits are set is not defined, and differs in a step from one batch size to another.
+    """
     value = scope.find(lambda v: v.dtype in WIDTHS)
     if value is None:
         return
@@ -158,7 +161,8 @@ def bitcast(scope: Scope) -> None:
     if wanted > source and (not value.rank or value.shape[-1] != wanted // source):
         return
     facts: dict[str, Any] = {} if wanted <= source or value.batch != value.rank - 1 else {"batch": None, "stage": 2}
-    scope.emit(f"lax.bitcast_convert_type({{0}}, jnp.{target})", value, smooth=False, **facts)
+    bits_of = "jnp.where(jnp.isnan({0}), 1, {0})" if value.kind == "f" else "{0}"
+    scope.emit(f"lax.bitcast_convert_type({bits_of}, jnp.{target})", value, smooth=False, **facts)
 
 
 def fold_bits(scope: Scope) -> None:
