@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 
 from autopar import argnums
-from autopar.codegen.rewrites import accumulate_gradients, apply_rewrites, rewritten_hash
+from autopar.codegen.rewrites import accumulate_gradients, rewritten_hash
 from autopar.compile.call import (
     Call,
     absolute_budget,
@@ -34,6 +34,7 @@ from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import memory_policy
 from autopar.passes.remat.choose import Unfit
 from autopar.passes.remat.options import Options
+from autopar.passes.remat.rewrite import rewrite
 from autopar.plans import cache as plan_cache
 from autopar.plans.builders import one_mesh
 from autopar.plans.plan import Plan
@@ -259,11 +260,7 @@ class OneMeshPlanner:
             own, batch = self._own, self._batch
             hashed = graph_hash(step.graph)
             plan = replace(plan, graph_hash=hashed, num_microbatches=self._count, batch=batch, per_microbatch=own)
-        best = PlannedStep(self._traced, plan, self._target(plan), self._rules, plan_warnings)
-        if graph is not None:
-            best = replace(best, traced=replace(step, graph=graph))
-        elif best.plan.remat:
-            best = replace(best, traced=apply_rewrites(step, best.plan))
+        best = PlannedStep(replace(step, graph=graph), plan, self._target(plan), self._rules, plan_warnings)
         if rewritten := rewritten_hash(step, best.traced):
             (stage,) = best.plan.stages
             best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=rewritten),)))
@@ -275,15 +272,13 @@ class OneMeshPlanner:
         (target,) = (t for t in self._candidates if t.logical.names == names and t.logical.sizes == sizes)
         return target
 
-    def _planned(self, cutoff: float) -> tuple[Plan, Graph | None, tuple[str, ...]] | None:
-        """The best plan of the candidate meshes, its program, and its warnings.
-
-        The plan is from the cache if it is there; its program is None then.
-        """
+    def _planned(self, cutoff: float) -> tuple[Plan, Graph, tuple[str, ...]] | None:
+        """The best plan of the candidate meshes, from the cache if it is there, its program, and its warnings."""
         begin = time.perf_counter()
         cached, cache_key = self._cached()
         if cached is not None:
-            return replace(cached, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin}), None, ()
+            plan = replace(cached, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin})
+            return plan, self._parts.split(rewrite(self._parts.step.graph, plan.remat)), ()
         best = self._search.best(cutoff)
         if best is None:
             return None

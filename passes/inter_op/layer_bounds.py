@@ -348,7 +348,7 @@ class _LayerProblems:
         `once`: otherwise nothing costs anything that runs once per step, copies of state that passes share included.
         """
         layer = self.layer
-        free = free if once else frozenset(layer.graph.by_index) - (self._passes - free)
+        free = free if once else free | (frozenset(layer.graph.by_index) - self._passes)
         model = intra_op.build(layer.graph, self.grouping.without(free) if free else self.grouping, self.mesh)
         if once:
             return model

@@ -24,13 +24,10 @@ def separate_loops(split: Microbatches) -> tuple[Microbatches, Microbatches]:
     ops_between, expansions = _spread(first.after)
     prologue = tuple(sorted((*split.prologue, *expansions), key=lambda p: p.op.index))
     first_results = {v for p in ops_between for v in p.op.outputs} | {t.value for t in first.totals}
-    second_results = {v for p in second.after for v in p.op.outputs} | {t.value for t in second.totals}
     # what the second loop, what comes before and after it, and the results of the step read of the first
     needed = {v for p in second.body for v in whole_operands(p)}
-    needed.update(
-        a for p in (*prologue, *second.after) for a in p.op.inputs if isinstance(a, int) and a not in second_results
-    )
-    needed.update(a for a in split.flat.outputs if isinstance(a, int) and a not in second_results)
+    needed.update(a for p in (*prologue, *second.after) for a in p.op.inputs if isinstance(a, int))
+    needed.update(a for a in split.flat.outputs if isinstance(a, int))
     transferred = tuple(sorted(first_results & needed))
     names = tuple(f"%{v}" for v in transferred)
     graph = split.graph

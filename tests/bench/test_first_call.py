@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from autopar.bench import first_call, worker
+from autopar.bench import first_call
 from autopar.bench.corpus import program as corpus_program
 from autopar.errors import ArgumentError
-from tests.support import processes
 
 
 def row(name: str, half: str, plan_s: float, gap: float = 0.0, cost: float | None = None) -> dict[str, Any]:
@@ -17,8 +16,8 @@ def row(name: str, half: str, plan_s: float, gap: float = 0.0, cost: float | Non
     return {"program": name, "size": "small", "half": half, "error": "", "status": "certified", **figures}
 
 
-def test_one_program_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "lines", processes.worker_lines)
+@pytest.mark.usefixtures("forked_workers")
+def test_one_program_is_measured() -> None:
     (row,) = first_call.run(["mlp-toy"])
     assert (row["program"], row["size"], row["half"], row["error"]) == ("mlp-toy", "small", "zoo", "")
     assert 0 < row["plan_s"] < row["first_s"]

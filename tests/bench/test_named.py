@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from autopar.bench import sizes, worker
+from autopar.bench import sizes
 from autopar.bench.references import named
 from autopar.bench.references.named import Pair
-from tests.support import processes
 
 
 def test_every_mesh_and_every_uniform_pipeline_is_named_once() -> None:
@@ -35,8 +34,8 @@ def test_an_answer_holds_where_no_named_plan_is_shorter() -> None:
     assert not named.holds({**row, "fits": False})
 
 
-def test_a_pair_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "lines", processes.worker_lines)
+@pytest.mark.usefixtures("forked_workers")
+def test_a_pair_is_compared() -> None:
     (row,) = named.run([Pair("mlp-toy", 0, "tpu-v4", 1)])
     assert row["pair"] == "mlp-toy on tpu-v4 x 1"
     assert named.holds(row)
@@ -44,8 +43,8 @@ def test_a_pair_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "mlp-toy" in named.table([row])
 
 
-def test_a_size_is_measured_and_held_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "lines", processes.worker_lines)
+@pytest.mark.usefixtures("forked_workers")
+def test_a_size_is_measured_and_held_to_its_limit() -> None:
     assert len(sizes.MODELS) == len({*sizes.MODELS})
     assert {"bert-large", "gpt-39b", "moe-70b-adafactor", "wresnet-13b-sgd", "unet-2b"} <= {*sizes.MODELS}
     (row,) = sizes.run(["mlp-toy"], ["tpu-v5e"])

@@ -55,10 +55,8 @@ def test_a_fresh_process_measures_a_toy(fresh: tuple[plan.Result, list[str]]):
     assert plan.table(measurement).startswith("mlp-toy on 2x4 of dgx-h100")
 
 
-def test_what_is_read_from_the_cache_is_not_solved_again(
-    fresh: tuple[plan.Result, list[str]], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(worker, "lines", processes.worker_lines)
+@pytest.mark.usefixtures("forked_workers")
+def test_what_is_read_from_the_cache_is_not_solved_again(fresh: tuple[plan.Result, list[str]]):
     solved, _ = fresh
     heard: list[str] = []
     measurement = plan.run({"model": "mlp-toy", "mesh": [2, 4], "from_cache": True}, 1, heard.append)

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from autopar.bench import worker
 from autopar.bench.sensitivity import records
 from autopar.bench.sensitivity import run as measure
 from autopar.errors import ArgumentError
-from tests.support import processes
 
 ROOT = Path(__file__).parent.parent.parent
 MODULES = sorted(
@@ -111,10 +109,8 @@ def test_the_table_sums_up_rows() -> None:
     assert "not read by any program (1): mix.plans" in text
 
 
-def test_a_number_that_planning_reads_is_varied_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "lines", processes.worker_lines)
+@pytest.mark.usefixtures("forked_workers")
+def test_a_number_that_planning_reads_is_varied_in_a_process_of_its_own(tmp_path: Path) -> None:
     own = records.RECORDS["local-search"].sweeps
     resume = tmp_path / "rows.jsonl"
     rows = measure.run(["local-search", "simulation"], ["sweeps", "saved"], ["mlp-toy 0.7"], resume)

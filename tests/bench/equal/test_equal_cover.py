@@ -14,10 +14,8 @@ import jax
 import pytest
 
 from autopar import zoo
-from autopar.bench import worker
 from autopar.bench.equal import case as equal_case
 from autopar.bench.equal import run as equal
-from tests.support import processes
 from tests.support.effort import ALL, sample
 
 #: Models of many kinds; all of them are the benchmark's.
@@ -52,7 +50,7 @@ def test_parallel_steps_equal_single_device_steps(model, mesh, dtype):
     assert row.ok, row.failures
 
 
-def test_a_worker_gives_a_row(monkeypatch):
-    monkeypatch.setattr(worker, "lines", processes.worker_lines)
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_gives_a_row():
     (row,) = equal.run(equal.Product(("mlp-toy",), ((2, 4),), ("float64",)))
     assert row["ok"], equal.line(row)

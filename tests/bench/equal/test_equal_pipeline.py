@@ -19,7 +19,6 @@ from autopar.bench.equal import pipeline as equal_pipeline
 from autopar.bench.equal import pipeline_case
 from autopar.bench.equal.pipeline_case import Row
 from autopar.errors import ArgumentError
-from tests.support import processes
 from tests.support.effort import sample
 
 #: One model of every kind; all of them are the benchmark's.
@@ -51,8 +50,8 @@ def test_steps_in_stages_equal_single_device_steps(
     assert row.ok, row.failures
 
 
-def test_a_worker_gives_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "lines", processes.worker_lines)
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_gives_a_row() -> None:
     (row,) = equal_pipeline.run(equal_pipeline.Product(("mlp-toy",), ("gpipe",), (2,), ("data",), ("float64",)))
     assert row["ok"], equal_pipeline.line(row)
 
