@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from autopar import jax_compat
 from autopar.errors import GraphError
 from autopar.ir.text.printer import graph_lines, short_dtype
 
@@ -458,7 +459,8 @@ def graph_hash(graph: Graph) -> str:
     types = {t: str(t) for t in set(graph.types)}  # looked up, never iterated
     for op in graph.walk():
         if op.signature not in described:
-            described[op.signature] = f"{op.name} {_stable(op.params)}{_stable_body(op)}"
+            params = jax_compat.without_flat_trees(op.params)
+            described[op.signature] = f"{op.name} {_stable(params)}{_stable_body(op)}"
         atoms = " ".join(str(a) for a in op.inputs)
         outs = " ".join(f"{v}:{types[graph.types[v]]}" for v in op.outputs)
         digest.update(f"{described[op.signature]}|{atoms}|{outs}|{op.trips}\n".encode())

@@ -37,10 +37,10 @@ WINDOW_REDUCTIONS = (
 
 #: Sums of two operands; "add_any" adds cotangents.
 ADDITIONS = ("add", "add_any")
-#: Other arithmetic that takes about one instruction for each element.
+#: Other arithmetic that takes a few instructions for each element.
 ARITHMETIC = (
     *("sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "floor", "ceil", "round"),
-    *("nextafter", "reduce_precision"),
+    *("nextafter", "one_minus_square", "polynomial", "reduce_precision"),
 )
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 #: Operations on bits and booleans.
@@ -55,15 +55,15 @@ CASTS = ("convert_element_type", "bitcast_convert_type")
 CHEAP = (*ADDITIONS, *ARITHMETIC, *COMPARISONS, *BITWISE, *SELECTIONS, *COMPLEX_PARTS, *CASTS)
 #: Elementwise operations that are too costly to be repeated.
 COSTLY = (
-    *("div", "exp", "exp2", "log", "log1p", "expm1", "pow", "tanh", "logistic", "erf", "erfc", "erf_inv", "rsqrt"),
-    *("sqrt", "cbrt", "sin", "cos", "tan", "atan2", "rem", "lgamma", "digamma"),
+    *("div", "exp", "exp2", "log", "log1p", "log2", "expm1", "pow", "tanh", "logistic", "erf", "erfc", "erf_inv"),
+    *("rsqrt", "sqrt", "cbrt", "sin", "cos", "tan", "atan2", "rem", "lgamma", "digamma"),
 )
 #: Part of `COSTLY`: those that some compilers repeat nevertheless.
 SINES = ("sin", "cos", "tan")
 #: Elementwise operations that neither model of what compilers fuse knows.
 RARE_ELEMENTWISE = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "clz", "cosh", "eq_to"),
-    *("igamma", "igammac", "le_to", "log2", "lt_to", "mulhi", "one_minus_square", "polygamma", "polynomial"),
+    *("igamma", "igammac", "le_to", "lt_to", "mulhi", "polygamma"),
     *("population_count", "regularized_incomplete_beta", "sinh", "threefry2x32", "zeta"),
 )
 #: Elementwise operations that compilers fuse with their neighbours.

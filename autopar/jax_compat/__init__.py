@@ -56,6 +56,10 @@ from autopar.jax_compat.processes import ProcessStore as ProcessStore
 from autopar.jax_compat.processes import end_without_the_others as end_without_the_others
 from autopar.jax_compat.processes import is_distributed as is_distributed
 from autopar.jax_compat.processes import process_store as process_store
+from autopar.jax_compat.scans import scan_counts as scan_counts
+from autopar.jax_compat.scans import scan_equation as scan_equation
+from autopar.jax_compat.scans import with_flat_trees as with_flat_trees
+from autopar.jax_compat.scans import without_flat_trees as without_flat_trees
 from autopar.jax_compat.shard_maps import bind_in_body as bind_in_body
 from autopar.jax_compat.shard_maps import bind_on_mesh as bind_on_mesh
 from autopar.jax_compat.shard_maps import has_side_effects as has_side_effects
@@ -127,17 +131,6 @@ def live_part(
     """
     alive, read = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(results), instantiate=kept)
     return jex.ClosedJaxpr(alive, jaxpr.consts), list(read)
-
-
-def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """(number of constants, number of carries) of a scan equation.
-
-    0.10 has `num_consts` and `num_carry`; 0.12 keeps the arguments as a flat tree of (constants, carry, xs).
-    """
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"].unpack()
-    return len(constants), len(carry)
 
 
 def user_frame(source_info: Any) -> tuple[str, int]:
@@ -245,11 +238,6 @@ def puts_into_sharding(equation: jex.JaxprEqn) -> bool:
 def without_source(equation: jex.JaxprEqn) -> jex.JaxprEqn:
     """The equation without the Python frames that recorded it. Tried on 0.10.2."""
     return equation.replace(source_info=source_info_util.new_source_info())
-
-
-def scan_equation(equation: jex.JaxprEqn, constants: int, carries: int) -> jex.JaxprEqn:
-    """A scan's equation for other numbers of operands, as `scan_counts` reads it; its jaxpr no longer fits."""
-    return equation.replace(params={**equation.params, "num_consts": constants, "num_carry": carries})
 
 
 def rematted(name_stack: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Equinox: arrays of a module partitioned from what is static, `filter_value_and_grad`; diffrax on top of it."""
+"""Equinox: arrays of a module partitioned from what is static, `filter_value_and_grad`; diffrax on top of it.
+
+Programs that need diffrax import it themselves, so that the others need Equinox alone.
+"""
 
 from __future__ import annotations
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -220,6 +222,8 @@ class Field(eqx.Module):
 
 def neural_ode(scale=1):
     """A learnt vector field, trajectories of a batch, adaptive steps."""
+    import diffrax
+
     mlp = eqx.nn.MLP(2, 2, 32, 2, activation=jax.nn.softplus, key=jax.random.key(0))
     optimizer = optax.adabelief(3e-3)
     params, static, opt_state = _trained(Field(mlp), optimizer)
@@ -252,6 +256,8 @@ def neural_ode(scale=1):
 
 def neural_sde(scale=1):
     """A latent SDE by Euler-Maruyama, a Brownian path for each example."""
+    import diffrax
+
     drift = eqx.nn.MLP(3, 3, 16, 1, key=jax.random.key(0))
     diffusion = eqx.nn.MLP(3, 3, 16, 1, final_activation=jax.nn.tanh, key=jax.random.key(1))
     optimizer = optax.rmsprop(1e-3)

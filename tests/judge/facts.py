@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op
 
 ADDITIONS = ("add", "add_any", "sub")
@@ -108,8 +109,8 @@ def _spread(op: Op, batch: set[int]) -> None:
         outside = op.inputs[len(op.inputs) - len(region.inputs) :]
         batch.update(v for a, v in zip(outside, region.inputs, strict=True) if a in batch)
         if op.name == "scan":
-            start = op.params["num_consts"]
-            batch.update(region.inputs[start : start + op.params["num_carry"]])
+            constants, carries = jax_compat.scan_counts(op.params)
+            batch.update(region.inputs[constants : constants + carries])
         if op.name == "while":
             batch.update(region.inputs)
     batch.update(op.outputs)
@@ -119,7 +120,7 @@ def _wait(op: Op, waited: set[int]) -> None:
     """Operands of what runs before the update; what a body returns is waited for as its result is, if not carried."""
     if op.phase != "update":
         waited.update(a for a in op.inputs if isinstance(a, int))
-    carried = {"scan": op.params.get("num_carry", 0), "while": len(op.outputs)}.get(op.name, 0)
+    carried = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else len(op.outputs) * (op.name == "while")
     for region in op.regions:
         for i, (a, result) in enumerate(zip(region.outputs, op.outputs, strict=False)):
             if isinstance(a, int) and (result in waited or (i < carried and op.phase != "update")):

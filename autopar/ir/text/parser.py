@@ -218,7 +218,7 @@ def _equation(op: OpText, operands: Sequence[Type], params: Mapping[str, Any]) -
     except KeyError:
         raise GraphTextError(f"line {op.line}: no operation of JAX is called '{op.name}'") from None
     try:
-        record = jax.make_jaxpr(lambda *xs: primitive.bind(*xs, **params))
+        record = jax.make_jaxpr(lambda *xs: primitive.bind(*xs, **jax_compat.with_flat_trees(params)))
         equations = record(*map(_aval, operands)).jaxpr.eqns
         if not equations:  # a conversion to the same type, which JAX records for weak types only
             equations = record(*(_aval(t, weak=True) for t in operands)).jaxpr.eqns

@@ -124,7 +124,7 @@ def parameter_list(
 
     written = [
         f"{key}={parameters.write(value, name_of)}"
-        for key, value in params.items()
+        for key, value in jax_compat.without_flat_trees(params).items()
         if not (has_regions and key in WRITTEN_ELSEWHERE)
         and not (key in usual and type(value) is type(usual[key]) and value == usual[key])
         and not (key == "update_jaxpr" and combines_as_named(name, value))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from autopar import jax_compat
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.batch_dimensions import batch_dimensions, reshaped
 from autopar.rules import rules_of
@@ -37,7 +38,7 @@ def test_a_sharding_constraint_keeps_the_dimensions() -> None:
     def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return w, jax.lax.with_sharding_constraint(x, P()) @ w
 
-    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    mesh = jax_compat.auto_abstract_mesh((2,), ("x",))
     with jax.sharding.use_abstract_mesh(mesh):
         graph = trace(step, jnp.zeros((16, 4)), jnp.zeros((8, 16))).graph
     dims = batch_dimensions(graph, rules_of(graph), [1])

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar import jax_compat
 from autopar.bench.equal.case import dear
 from autopar.errors import PinError
 from autopar.ir.trace import trace
@@ -21,7 +22,7 @@ from tests.programs.steps import array
 
 ADAM = optax.adam(1e-3)
 MESH = {"data": 2, "model": 4}
-AXES = jax.sharding.AbstractMesh((4,), ("x",))
+AXES = jax_compat.auto_abstract_mesh((4,), ("x",))
 
 
 def predict(params: Any, x: jax.Array) -> jax.Array:

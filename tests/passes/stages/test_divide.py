@@ -284,8 +284,8 @@ def test_gradients_of_two_stages_tied_together_are_refused_with_their_lines() ->
         def loss(weights: Any) -> Any:
             a, b, c, d = weights
             hidden = jnp.tanh(x @ a) @ b
-            tied, _ = jax.lax.optimization_barrier((hidden, d[:8]))
-            return jnp.mean((jnp.tanh(hidden * tied.mean(-1, keepdims=True) @ c) @ d) ** 2)
+            tied, part = jax.lax.optimization_barrier((hidden, d[:8]))
+            return jnp.mean((jnp.tanh(hidden * tied.mean(-1, keepdims=True) @ c) @ d) ** 2) + part.mean()
 
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
