@@ -11,10 +11,12 @@ from jax.extend.core import Primitive
 
 from autopar.ir import op_sets
 
-#: Modules of JAX that define primitives when they are imported, which `import jax` does not do.
+pytestmark = pytest.mark.core
+
+#: Modules that define primitives when they are imported, which `import jax` does not do.
 MODULES = (
     *("jax.experimental.custom_partitioning", "jax.experimental.pallas", "jax.experimental.xla_metadata", "jax.ffi"),
-    "jax._src.tpu_custom_call",
+    *("jax._src.tpu_custom_call", "autopar.jax_compat.megablox"),
 )
 
 #: Primitives of JAX 0.12 that 0.10 lacks.

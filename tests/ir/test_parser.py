@@ -26,6 +26,8 @@ from tests.programs import random_programs
 from tests.support.effort import sample
 from tests.support.traces import traced
 
+pytestmark = pytest.mark.core
+
 
 def assert_equal(left: Graph, other: Graph) -> None:
     """Equal in all that passes read."""

@@ -9,6 +9,8 @@ import pytest
 from tests.passes.support.printers import CASES, PRINTERS
 from tests.support.text_cases import Case, read, regenerate
 
+pytestmark = pytest.mark.core
+
 FOUND = [(name, case) for name in PRINTERS for case in read(CASES / f"{name}.txt")[1]]
 
 

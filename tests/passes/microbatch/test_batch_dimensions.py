@@ -12,6 +12,8 @@ from autopar.ir.trace import trace
 from autopar.passes.microbatch.batch_dimensions import batch_dimensions, reshaped
 from autopar.rules import rules_of
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize(
     ("source", "target", "dims"),
