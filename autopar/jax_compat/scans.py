@@ -39,7 +39,7 @@ def without_flat_trees(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """Parameters of an equation; those of a scan are as 0.10 has them."""
     if "ft_in" not in params:
         return params
-    counts = dict(zip(_COUNTS, scan_counts(params), strict=True))
+    counts: dict[str, int] = dict(zip(_COUNTS, scan_counts(params), strict=True))
     return _replaced(params, _FLAT_TREES, counts)
 
 
