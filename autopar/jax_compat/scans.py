@@ -15,7 +15,9 @@ from typing import Any
 
 import jax.extend.core as jex
 
-_HAS_FLAT_TREES = importlib.util.find_spec("jax._src.flattree") is not None
+_NAME = "jax._src.flattree"
+#: JAX's module of flat trees; None on 0.10.
+_flattree: Any = importlib.import_module(_NAME) if importlib.util.find_spec(_NAME) else None
 _COUNTS = ("num_consts", "num_carry")
 _FLAT_TREES = ("ft_in", "ft_out")
 
@@ -45,13 +47,12 @@ def without_flat_trees(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def with_flat_trees(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """The inverse of `without_flat_trees`; a scan's parameters include its jaxpr."""
-    if not _HAS_FLAT_TREES or "num_consts" not in params:
+    if _flattree is None or "num_carry" not in params:  # calls of functions with derivatives have num_consts too
         return params
-    trees = importlib.import_module("jax._src.flattree")
     (constants, carries), body = scan_counts(params), params["jaxpr"]
     operands = (constants, carries, len(body.in_avals) - constants - carries)
     results = (carries, len(body.out_avals) - carries)
-    packed = (trees.pack(tuple(map(trees.nones, counts))) for counts in (operands, results))
+    packed = (_flattree.pack(tuple(map(_flattree.nones, counts))) for counts in (operands, results))
     return _replaced(params, _COUNTS, dict(zip(_FLAT_TREES, packed, strict=True)))
 
 

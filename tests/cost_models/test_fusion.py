@@ -116,9 +116,9 @@ def _fused_away(graph: Graph, backend: Backend, values: frozenset[int]) -> Itera
 
 
 ACTIVATIONS = (
-    *("celu", "elu", "gelu", "glu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "identity", "leaky_relu"),
+    *("celu", "elu", "gelu", "glu", "hard_sigmoid", "hard_silu", "hard_tanh", "identity", "leaky_relu"),
     *("log_sigmoid", "log_softmax", "logsumexp", "mish", "relu", "relu6", "selu", "sigmoid", "silu", "soft_sign"),
-    *("softmax", "softplus", "sparse_plus", "sparse_sigmoid", "squareplus", "standardize", "swish", "tanh"),
+    *("softmax", "softplus", "sparse_plus", "sparse_sigmoid", "squareplus", "standardize", "tanh"),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar import jax_compat
+from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op
 
 ADDITIONS = ("add", "add_any", "sub")
@@ -120,7 +121,7 @@ def _wait(op: Op, waited: set[int]) -> None:
     """Operands of what runs before the update; what a body returns is waited for as its result is, if not carried."""
     if op.phase != "update":
         waited.update(a for a in op.inputs if isinstance(a, int))
-    carried = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else len(op.outputs) * (op.name == "while")
+    carried = control_flow.num_carries(op)
     for region in op.regions:
         for i, (a, result) in enumerate(zip(region.outputs, op.outputs, strict=False)):
             if isinstance(a, int) and (result in waited or (i < carried and op.phase != "update")):
